@@ -1,0 +1,42 @@
+# `make demo` and `make test` do all the set-up they need: Python 3.11 or newer, git and make are enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test test-all lint bench clean
+
+help:
+	@echo "make demo      set up, then four ranks average tensors, and their speed beside Gloo's"
+	@echo "make test      set up, then lint, types and the test suite"
+	@echo "make test-all  the same with the long grids"
+	@echo "make bench     the benchmarks, beside Gloo and, where mpi4py is installed, MPICH"
+	@echo "make clean     remove the virtual environment and caches"
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "murmura needs Python 3.11 or newer; say make PYTHON=python3.12, for example")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/four_ranks.py
+	$(BIN)/murmura bench all-reduce --ranks 4 --sizes 4KiB,1MiB,25MiB --against gloo
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest
+
+test-all: lint
+	$(BIN)/pytest -m ""
+
+bench: $(READY)
+	$(BIN)/murmura bench all-reduce --ranks 2 --json bench-2-ranks.json
+	$(BIN)/murmura bench all-reduce --ranks 4 --json bench-4-ranks.json
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,94 @@
+"""murmura keeps the replicas of a PyTorch model together while they train.
+
+`__all__` lists what works. The other names of the public interface are declared, so that their signatures are
+settled, and raise `UsageError` until they are built.
+"""
+
+from murmura import lab as lab
+from murmura.aggregation import AllReduceAggregator as AllReduceAggregator
+from murmura.aggregation import GradientAggregator as GradientAggregator
+from murmura.aggregation import LocalAggregator as LocalAggregator
+from murmura.aggregation import ParameterServer as ParameterServer
+from murmura.aggregation import average_losses as average_losses
+from murmura.algorithms import AggregateGradients as AggregateGradients
+from murmura.algorithms import Algorithm as Algorithm
+from murmura.algorithms import AlgorithmImpl as AlgorithmImpl
+from murmura.algorithms import AsyncModelAverageAlgorithm as AsyncModelAverageAlgorithm
+from murmura.algorithms import AsyncModelAverageAlgorithmImpl as AsyncModelAverageAlgorithmImpl
+from murmura.algorithms import ByteGradAlgorithm as ByteGradAlgorithm
+from murmura.algorithms import ByteGradAlgorithmImpl as ByteGradAlgorithmImpl
+from murmura.algorithms import DecentralizedAlgorithm as DecentralizedAlgorithm
+from murmura.algorithms import DecentralizedAlgorithmImpl as DecentralizedAlgorithmImpl
+from murmura.algorithms import DiLoCoAlgorithm as DiLoCoAlgorithm
+from murmura.algorithms import DiLoCoAlgorithmImpl as DiLoCoAlgorithmImpl
+from murmura.algorithms import GradientAllReduceAlgorithm as GradientAllReduceAlgorithm
+from murmura.algorithms import GradientAllReduceAlgorithmImpl as GradientAllReduceAlgorithmImpl
+from murmura.algorithms import LocalSGDAlgorithm as LocalSGDAlgorithm
+from murmura.algorithms import LocalSGDAlgorithmImpl as LocalSGDAlgorithmImpl
+from murmura.algorithms import LowPrecisionDecentralizedAlgorithm as LowPrecisionDecentralizedAlgorithm
+from murmura.algorithms import LowPrecisionDecentralizedAlgorithmImpl as LowPrecisionDecentralizedAlgorithmImpl
+from murmura.algorithms import Phased as Phased
+from murmura.algorithms import QAdamAlgorithm as QAdamAlgorithm
+from murmura.algorithms import QAdamAlgorithmImpl as QAdamAlgorithmImpl
+from murmura.algorithms import QAdamOptimizer as QAdamOptimizer
+from murmura.compressors import Cast as Cast
+from murmura.compressors import Compressor as Compressor
+from murmura.compressors import ErrorFeedback as ErrorFeedback
+from murmura.compressors import MinMaxUInt8 as MinMaxUInt8
+from murmura.config import DistributedConfig, DistributedTrainConfig
+from murmura.ddp import DDP as DDP
+from murmura.ddp import seed_everything as seed_everything
+from murmura.errors import (
+    CollectiveMismatch,
+    ConfigError,
+    MurmuraError,
+    NonFiniteGradient,
+    PeerLost,
+    PeerTimeout,
+    RendezvousError,
+    ReplicaDivergence,
+    TransportClosed,
+    TransportError,
+    UsageError,
+)
+from murmura.launch import run_world
+from murmura.recovery import Checkpointer as Checkpointer
+from murmura.transports.base import Transport
+from murmura.transports.connect import connect
+from murmura.transports.decorators import FaultyTransport as FaultyTransport
+from murmura.transports.decorators import ThrottledTransport as ThrottledTransport
+from murmura.transports.decorators import TracedTransport as TracedTransport
+from murmura.transports.hierarchical import HierarchicalTransport as HierarchicalTransport
+from murmura.transports.in_process import InProcessTransport
+from murmura.transports.order import Ticket
+from murmura.transports.process_group import ProcessGroupTransport as ProcessGroupTransport
+from murmura.transports.shared_memory import SharedMemoryTransport
+from murmura.types import DistributedBackend, DistributedRole, ReduceOp, TransportKind
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CollectiveMismatch",
+    "ConfigError",
+    "DistributedBackend",
+    "DistributedConfig",
+    "DistributedRole",
+    "DistributedTrainConfig",
+    "InProcessTransport",
+    "MurmuraError",
+    "NonFiniteGradient",
+    "PeerLost",
+    "PeerTimeout",
+    "ReduceOp",
+    "RendezvousError",
+    "ReplicaDivergence",
+    "SharedMemoryTransport",
+    "Ticket",
+    "Transport",
+    "TransportClosed",
+    "TransportError",
+    "TransportKind",
+    "UsageError",
+    "connect",
+    "run_world",
+]

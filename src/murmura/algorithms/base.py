@@ -1,0 +1,88 @@
+"""The contract of an algorithm: what replicas exchange, and when.
+
+An `Algorithm` is a frozen set of choices and can serve several models; `reify` makes the `AlgorithmImpl` that
+runs for one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from murmura.errors import not_built
+
+if TYPE_CHECKING:
+    from murmura.transports.base import Transport
+    from murmura.types import Exchanges
+
+
+class Replica(Protocol):
+    """What an algorithm sees of the model it serves."""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]: ...
+
+    @property
+    def buckets(self) -> Sequence[Any]: ...
+
+    @property
+    def transport(self) -> Transport: ...
+
+    @property
+    def round(self) -> int:
+        """How many rounds are complete: a round is one backward outside `no_sync()`."""
+        ...
+
+
+class AlgorithmImpl:
+    """The running state of an algorithm for one model; every hook is a no-op unless overridden.
+
+    The hooks run in the user's thread but for `on_bucket_ready`. Weights may be written in `before_step`,
+    `after_step` and `before_forward` only: a second backward would read them.
+    """
+
+    exchanges: Exchanges
+
+    def __init__(self, process_group: Transport) -> None:
+        self.process_group = process_group
+
+    def setup(self, replica: Replica) -> None:
+        """Called once, before anything else, when the replicas hold equal weights."""
+
+    def before_forward(self) -> None:
+        """Called at the first training forward of a round."""
+
+    def on_bucket_ready(self, bucket: Any) -> None:
+        """Called in the communication thread, in bucket order, when `bucket` is full; may block."""
+
+    def after_backward(self) -> None:
+        """Called when backward is over and every bucket of the round is home."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Called when `optimizer` is about to step; not at all when the step is skipped."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Called when `optimizer` has stepped; not at all when the step is skipped."""
+
+    def close(self) -> None:
+        """Let go of threads and channels; idempotent."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that must travel in a checkpoint for a run to continue bit for bit."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A frozen set of choices, reusable on several models."""
+
+    def reify(self, process_group: Transport) -> AlgorithmImpl:
+        """The running algorithm for one model: its Impl class, called with `process_group` and the fields."""
+        not_built("murmura.Algorithm.reify")

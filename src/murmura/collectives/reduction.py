@@ -1,0 +1,122 @@
+"""The arithmetic of a reduction, once, for every collective: same dtype, same library, same bits.
+
+fp16 and bf16 are accumulated in fp32 and rounded once at the end; all else is computed in its own dtype. On the
+CPU the arithmetic is numpy's (its calls cost a third of torch's), on other devices torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from murmura.errors import UsageError
+from murmura.types import ReduceOp, parse
+
+__all__ = ["Reduction", "check_reducible"]
+
+HALVES = (torch.float16, torch.bfloat16)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+REDUCIBLE = (
+    *HALVES, torch.float32, torch.float64, torch.complex64, torch.complex128, *INTEGERS, torch.bool
+)  # fmt: skip
+
+_NUMPY = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+_TORCH = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.MEAN: torch.add,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.PRODUCT: torch.mul,
+}
+
+
+def check_reducible(op: ReduceOp | str, dtype: torch.dtype) -> ReduceOp:
+    """Return `op` as an enum, or raise a `UsageError` if it has no meaning for `dtype`."""
+    op = parse(ReduceOp, op, "op")
+    if dtype not in REDUCIBLE:
+        raise UsageError(f"{dtype} cannot be reduced. Cast it first; reducible: {_names(REDUCIBLE)}.")
+    if op is ReduceOp.MEAN and not (dtype.is_floating_point or dtype.is_complex):
+        raise UsageError(
+            f"the mean of {dtype} is not a whole number, so it is refused rather than rounded. "
+            "Cast to a floating dtype first, or use op='sum' and divide as you need."
+        )
+    if op is ReduceOp.SUM and dtype is torch.bool:
+        raise UsageError("the sum of torch.bool is ambiguous: use op='max' for any, op='min' for all, or cast.")
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_complex:
+        raise UsageError(f"complex numbers have no order, so op='{op}' of {dtype} is refused.")
+    return op
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+class Reduction:
+    """One `op` over `world_size` inputs of one dtype; `op` and dtype have passed `check_reducible`.
+
+    It computes on *arrays*: what `array` makes of a flat contiguous tensor, a numpy view or the tensor itself.
+    """
+
+    def __init__(self, op: ReduceOp, dtype: torch.dtype, world_size: int, device: torch.device) -> None:
+        self.op = op
+        self.world_size = world_size
+        self.uses_numpy = device.type == "cpu" and dtype not in HALVES
+        self._mean = op is ReduceOp.MEAN and world_size > 1
+        # A sum of two is rounded once whether it passes through fp32 or not, so it need not. Minima are never rounded.
+        wide = dtype in HALVES and op in (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PRODUCT)
+        self._wide = wide and not (world_size == 2 and op is not ReduceOp.MEAN)
+        self._combine: Any = (_NUMPY if self.uses_numpy else _TORCH)[op]
+
+    def array(self, flat: Tensor) -> Any:
+        """A view of `flat` in the form `reduce` takes."""
+        return flat.detach().numpy() if self.uses_numpy else flat.detach()
+
+    def reduce(self, inputs: Sequence[Any], out: Any) -> None:
+        """Combine `inputs` in the order given, finish (divide, for a mean) and write `out`.
+
+        `out` may be the first input, or either of two; it must not overlap any other.
+        """
+        if self._wide:
+            self._reduce_wide(inputs, out)
+            return
+        combine = self._combine
+        combine(inputs[0], inputs[1], out=out)
+        for other in inputs[2:]:
+            combine(out, other, out=out)
+        if self._mean:
+            self._divide(out)
+
+    def combine(self, accumulated: Any, own: Any, *, last: bool) -> None:
+        """One hop of a ring: own ← accumulated (op) own, finished if this hop is the last."""
+        if last:
+            self.reduce((accumulated, own), own)
+        else:
+            self._combine(accumulated, own, out=own)
+
+    def _reduce_wide(self, inputs: Sequence[Tensor], out: Tensor) -> None:
+        total = inputs[0].float()
+        for other in inputs[1:]:
+            self._combine(total, other, out=total)
+        if self._mean:
+            self._divide(total)
+        out.copy_(total)
+
+    def _divide(self, total: Any) -> None:
+        # x * 2^-k and x / 2^k are the same number rounded once, and multiplying is faster.
+        n = self.world_size
+        if n & (n - 1) == 0:
+            total *= 1.0 / n
+        elif self.uses_numpy:
+            np.divide(total, n, out=total)
+        else:
+            total.div_(n)

@@ -1,0 +1,100 @@
+"""Collectives over nothing but `exchange`, so that every transport has them.
+
+Terms: a `flat` buffer, one `chunk` of it per rank, `left` and `right` the neighbours on the ring. Every function
+takes a contiguous one-dimensional tensor and works in place; `timeout` bounds the whole collective.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from murmura.collectives.chunks import chunk_bounds, is_small
+from murmura.collectives.reduction import Reduction, check_reducible
+from murmura.types import PointToPoint, ReduceOp
+
+
+class _Deadline:
+    """Seconds left of a collective's time, for each of its exchanges; None while there is no limit."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self._end = None if timeout is None else time.monotonic() + timeout
+
+    def left(self) -> float | None:
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+
+def all_reduce(
+    ranks: PointToPoint, flat: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, timeout: float | None = None
+) -> None:
+    """Reduce `flat` over all ranks, in place; every rank ends with the same bits."""
+    op = check_reducible(op, flat.dtype)
+    if ranks.world_size == 1:
+        return
+    deadline = _Deadline(timeout)
+    reduction = Reduction(op, flat.dtype, ranks.world_size, flat.device)
+    if is_small(flat.numel() * flat.element_size(), ranks.world_size):
+        _reduce_in_rank_order(ranks, flat, reduction, deadline)
+    else:
+        _reduce_round_the_ring(ranks, flat, reduction, deadline)
+        _gather_round_the_ring(ranks, flat, deadline)
+
+
+def _reduce_in_rank_order(ranks: PointToPoint, flat: Tensor, reduction: Reduction, deadline: _Deadline) -> None:
+    inputs = [flat.clone() if rank == ranks.rank else torch.empty_like(flat) for rank in range(ranks.world_size)]
+    peers = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
+    ranks.exchange(
+        [(inputs[ranks.rank], peer) for peer in peers],
+        [(inputs[peer], peer) for peer in peers],
+        timeout=deadline.left(),
+    )
+    reduction.reduce([reduction.array(each) for each in inputs], reduction.array(flat))
+
+
+def _reduce_round_the_ring(ranks: PointToPoint, flat: Tensor, reduction: Reduction, deadline: _Deadline) -> None:
+    """Chunk i starts at rank i and visits i + 1, i + 2, …: rank r ends with chunk r + 1 complete."""
+    size, rank = ranks.world_size, ranks.rank
+    left, right = (rank - 1) % size, (rank + 1) % size
+    chunks = [flat[slice(*chunk_bounds(flat.numel(), size, index))] for index in range(size)]
+    buffer = torch.empty_like(chunks[0])  # chunk 0 is never the shorter one
+    for step in range(size - 1):
+        outgoing, own = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+        incoming = buffer[: own.numel()]
+        ranks.exchange([(outgoing, right)], [(incoming, left)], timeout=deadline.left())
+        reduction.combine(reduction.array(incoming), reduction.array(own), last=step == size - 2)
+
+
+def _gather_round_the_ring(ranks: PointToPoint, flat: Tensor, deadline: _Deadline) -> None:
+    size, rank = ranks.world_size, ranks.rank
+    left, right = (rank - 1) % size, (rank + 1) % size
+    chunks = [flat[slice(*chunk_bounds(flat.numel(), size, index))] for index in range(size)]
+    for step in range(size - 1):
+        outgoing, incoming = chunks[(rank + 1 - step) % size], chunks[(rank - step) % size]
+        ranks.exchange([(outgoing, right)], [(incoming, left)], timeout=deadline.left())
+
+
+def broadcast(ranks: PointToPoint, flat: Tensor, src: int = 0, *, timeout: float | None = None) -> None:
+    """Copy rank `src`'s `flat` to every rank, along a binomial tree rooted there."""
+    size, deadline = ranks.world_size, _Deadline(timeout)
+    place = (ranks.rank - src) % size  # this rank's number in the tree, whose root is 0
+    reach = 1
+    while reach < size:
+        if place < reach:
+            if place + reach < size:
+                ranks.exchange([(flat, (place + reach + src) % size)], [], timeout=deadline.left())
+        elif place < 2 * reach:
+            ranks.exchange([], [(flat, (place - reach + src) % size)], timeout=deadline.left())
+        reach *= 2
+
+
+def barrier(ranks: PointToPoint, *, timeout: float | None = None) -> None:
+    """Return once every rank has called: after step k this rank has heard of the 2^(k + 1) - 1 ranks before it."""
+    size, rank, deadline = ranks.world_size, ranks.rank, _Deadline(timeout)
+    token = torch.zeros(1, dtype=torch.uint8)
+    heard = torch.zeros(1, dtype=torch.uint8)
+    reach = 1
+    while reach < size:
+        ranks.exchange([(token, (rank + reach) % size)], [(heard, (rank - reach) % size)], timeout=deadline.left())
+        reach *= 2

@@ -1,0 +1,116 @@
+"""Every exception murmura raises, in one tree; each message ends with what to do about it.
+
+    MurmuraError
+    ├── ConfigError (ValueError)          a setting is wrong; every fault is listed at once
+    ├── RendezvousError                   ranks did not find each other; names the missing ones
+    ├── TransportError                    an exchange failed; the transport is poisoned afterwards
+    │   ├── PeerTimeout (TimeoutError)    a peer is alive but did not come in time
+    │   ├── PeerLost (ConnectionError)    a peer died, left or failed
+    │   └── TransportClosed               this rank closed the transport itself
+    ├── CollectiveMismatch                ranks called different operations; holds the table of who called what
+    ├── ReplicaDivergence                 replicas that must be equal are not
+    ├── NonFiniteGradient                 a gradient holds an infinity or a NaN
+    └── UsageError (RuntimeError)         the call itself makes no sense
+
+After a TransportError or a CollectiveMismatch the contents of the tensors involved are undefined.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+__all__ = [
+    "CollectiveMismatch",
+    "ConfigError",
+    "MurmuraError",
+    "NonFiniteGradient",
+    "PeerLost",
+    "PeerTimeout",
+    "RendezvousError",
+    "ReplicaDivergence",
+    "TransportClosed",
+    "TransportError",
+    "UsageError",
+]
+
+
+class MurmuraError(Exception):
+    """The base of all errors raised by murmura."""
+
+
+class ConfigError(MurmuraError, ValueError):
+    """One or more settings are wrong; the message lists all of them."""
+
+
+class RendezvousError(MurmuraError):
+    """The ranks of a world did not find each other in time.
+
+    Attributes:
+        missing: the ranks that never came.
+    """
+
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class TransportError(MurmuraError):
+    """An exchange between ranks failed.
+
+    Attributes:
+        rank: the rank that raises.
+        peer: the rank at fault, if one can be named.
+        operation: the operation that failed, with its number on the channel: "all_reduce #12".
+    """
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, peer: int | None = None, operation: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.peer = peer
+        self.operation = operation
+
+
+class PeerTimeout(TransportError, TimeoutError):
+    """A peer that still lives did not arrive before the deadline."""
+
+
+class PeerLost(TransportError, ConnectionError):
+    """A peer died, left the world, or failed in its own program."""
+
+
+class TransportClosed(TransportError):
+    """The transport was closed by this rank before the call."""
+
+
+class CollectiveMismatch(MurmuraError):
+    """Ranks met in one collective with different operations, dtypes or shapes.
+
+    Attributes:
+        calls: what each rank called, by rank.
+    """
+
+    def __init__(self, message: str, calls: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.calls = calls or {}
+
+
+class ReplicaDivergence(MurmuraError):
+    """Replicas that must hold the same values do not."""
+
+
+class NonFiniteGradient(MurmuraError):
+    """A gradient holds an infinity or a NaN."""
+
+
+class UsageError(MurmuraError, RuntimeError):
+    """The call makes no sense as it stands; the message says which call does."""
+
+
+def not_built(name: str) -> NoReturn:
+    """Raise for a public name that is declared, so that its signature is settled, but not built yet."""
+    raise UsageError(
+        f"{name} is declared but not built in this version of murmura, so nothing was done. "
+        "murmura.__all__ lists what works; CHANGELOG.md says what each version added."
+    )

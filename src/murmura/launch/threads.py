@@ -1,0 +1,88 @@
+"""Ranks as threads of this process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from murmura.errors import PeerLost
+from murmura.launch.outcomes import Outcome, as_raised, root_cause, stuck
+from murmura.transports.in_process import InProcessTransport
+
+LAST_WORDS_SECONDS = 10.0  # for the other ranks to notice that the world has ended
+
+
+def run_threads(
+    fn: Callable[..., Any], world_size: int, args: Sequence[Any], hosts: Sequence[int] | None, timeout: float
+) -> list[Any]:
+    """See `run_world`. A thread cannot be killed: one that never communicates again outlives the call."""
+    transports = InProcessTransport.create_group(world_size, hosts=hosts, timeout=timeout)
+    ended: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+
+    def run_rank(rank: int) -> None:
+        transport = transports[rank]
+        try:
+            with transport:
+                result = fn(transport, *args)
+        except BaseException as error:  # carried to the caller of run_world
+            ended.put(Outcome(rank, error=error))
+        else:
+            ended.put(Outcome(rank, result))
+
+    threads = [
+        threading.Thread(target=run_rank, args=(rank,), name=f"murmura-rank{rank}", daemon=True)
+        for rank in range(world_size)
+    ]
+    outcomes: list[Outcome] = []
+    try:
+        for thread in threads:
+            thread.start()
+        _collect(ended, outcomes, world_size, timeout)
+    except BaseException as error:  # Ctrl-C, most likely: end the ranks, then let it through
+        _cancel(transports, f"the world was ended by {type(error).__name__}")
+        raise
+    failure = root_cause(outcomes)
+    if failure is not None:
+        _cancel(transports, f"rank {failure.rank} raised {type(failure.error).__name__}: {failure.error}", failure.rank)
+        _collect(ended, outcomes, world_size, min(timeout, LAST_WORDS_SECONDS), all_of_them=True)
+        failure = root_cause(outcomes)
+        assert failure is not None
+        raise as_raised(failure, world_size)
+    missing = sorted(set(range(world_size)) - {outcome.rank for outcome in outcomes})
+    if missing:
+        _cancel(transports, "the other ranks have ended")
+        raise stuck(missing, timeout, "a thread cannot be killed, so it goes on until it communicates")
+    for thread in threads:
+        thread.join()
+    return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
+
+
+def _collect(
+    ended: queue.SimpleQueue[Outcome],
+    outcomes: list[Outcome],
+    world_size: int,
+    timeout: float,
+    *,
+    all_of_them: bool = False,
+) -> None:
+    """Take outcomes until all are in or one has failed (unless `all_of_them`), or nobody ends for `timeout`."""
+    last = time.monotonic()
+    while len(outcomes) < world_size:
+        try:
+            outcomes.append(ended.get(timeout=0.5))
+        except queue.Empty:
+            if (outcomes or all_of_them) and time.monotonic() - last > timeout:
+                return
+            continue
+        last = time.monotonic()
+        if outcomes[-1].error is not None and not all_of_them:
+            return
+
+
+def _cancel(transports: Sequence[InProcessTransport], story: str, culprit: int | None = None) -> None:
+    for transport in transports:
+        if transport.rank != culprit:
+            transport.abort(PeerLost(f"{story}.", rank=transport.rank, peer=culprit))

@@ -1,0 +1,60 @@
+"""run_world: one function, n ranks, their results in rank order; one rank's failure ends them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Any
+
+from murmura.errors import ConfigError, not_built
+from murmura.launch.processes import run_processes
+from murmura.launch.threads import run_threads
+from murmura.types import TransportKind, parse
+
+__all__ = ["run_world"]
+
+
+class WorldKind(StrEnum):
+    """What a rank is."""
+
+    THREADS = "threads"
+    PROCESSES = "processes"
+
+
+_NATURAL = {WorldKind.THREADS: TransportKind.IN_PROCESS, WorldKind.PROCESSES: TransportKind.SHARED_MEMORY}
+
+
+def run_world(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    kind: str = "threads",
+    transport: str | None = None,
+    hosts: Sequence[int] | None = None,
+    timeout: float | None = None,
+) -> list[Any]:
+    """Call ``fn(transport, *args)`` on every rank of a new world and return the results in rank order.
+
+    With threads `fn` may be any callable, also one defined in a notebook's cell; the ranks share torch's global
+    random state. With processes `fn`, `args` and results are pickled, so `fn` must stand at the top level of a module
+    or of the running script (which then needs its ``if __name__ == "__main__":``).
+
+    If a rank raises, the others are cancelled at their next communication, and its exception is raised here, its rank
+    in the message. A rank that has not ended `timeout` seconds after the last of the others is killed and named.
+
+    Args:
+        hosts: on which host each rank pretends to be, by rank: ``[0, 0, 1, 1]``.
+        timeout: the deadline of each wait, 600 seconds if not given.
+    """
+    world = parse(WorldKind, kind, "kind")
+    chosen = parse(TransportKind, transport or TransportKind.AUTO, "transport")
+    if chosen not in (TransportKind.AUTO, _NATURAL[world]):
+        if chosen in _NATURAL.values():
+            raise ConfigError(f"transport={transport!r} does not join {kind}. Leave it out, or take another kind.")
+        not_built(f"run_world with transport={transport!r}")
+    if world_size < 1:
+        raise ConfigError(f"world_size={world_size}: a world has at least one rank.")
+    if timeout is not None and not timeout > 0:
+        raise ConfigError(f"timeout={timeout}: give the seconds any wait may last.")
+    run = run_threads if world is WorldKind.THREADS else run_processes
+    return run(fn, world_size, args, hosts, 600.0 if timeout is None else timeout)

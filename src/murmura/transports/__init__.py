@@ -1,0 +1,1 @@
+"""How a tensor gets from rank to rank: one contract (`base`), and a folder or file for each backend."""

@@ -1,0 +1,52 @@
+"""connect(): from a config, or the environment a launcher left, to the transport that fits."""
+
+from __future__ import annotations
+
+from murmura.config import DistributedConfig
+from murmura.errors import ConfigError, not_built
+from murmura.transports.base import Transport
+from murmura.transports.in_process import InProcessTransport
+from murmura.transports.shared_memory import SharedMemoryTransport
+from murmura.types import TransportKind
+
+__all__ = ["connect"]
+
+_LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
+
+
+def connect(config: DistributedConfig | None = None) -> Transport:
+    """The transport of this rank, once all ranks have met; by default as the environment says.
+
+    A world of one needs nothing. Several processes on one host share memory and open no port.
+    """
+    config = DistributedConfig.from_env() if config is None else config
+    kind = _choose(config) if config.transport is TransportKind.AUTO else config.transport
+    if kind is TransportKind.IN_PROCESS:
+        if config.world_size > 1:
+            raise ConfigError(
+                f"transport='in_process' joins the threads of one process, but this is rank {config.rank} of "
+                f"{config.world_size} processes. Use run_world(fn, {config.world_size}) or "
+                "InProcessTransport.create_group for threads, or transport='shared_memory' for processes."
+            )
+        return InProcessTransport.create_group(1, timeout=config.timeout)[0]
+    if kind is not TransportKind.SHARED_MEMORY:
+        not_built(f"connect() with transport='{kind}', for ranks on several hosts,")
+    if not _on_one_host(config):
+        raise ConfigError(
+            f"transport='shared_memory' joins the processes of one host, but only {config.local_world_size} of the "
+            f"{config.world_size} ranks are on this one."
+        )
+    job = f"{config.job_id}:{config.coordinator_addr}:{config.secret}"
+    return SharedMemoryTransport.join(job, config.rank, config.world_size, timeout=config.timeout)
+
+
+def _choose(config: DistributedConfig) -> TransportKind:
+    if config.world_size == 1:
+        return TransportKind.IN_PROCESS
+    return TransportKind.SHARED_MEMORY if _on_one_host(config) else TransportKind.GLOO
+
+
+def _on_one_host(config: DistributedConfig) -> bool:
+    if config.local_world_size is not None:
+        return config.local_world_size == config.world_size
+    return config.coordinator_addr == "" or config.coordinator_host in _LOOPBACK

@@ -1,0 +1,282 @@
+"""Ranks as threads of one process: for notebooks, tests, and to try an algorithm in milliseconds.
+
+The ranks reach each other's tensors, so nothing is copied on the way; they meet on a board under one lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from murmura.collectives.chunks import chunk_bounds, plan_segments
+from murmura.collectives.direct import push
+from murmura.collectives.reduction import Reduction
+from murmura.errors import ConfigError, TransportClosed, TransportError, UsageError
+from murmura.transports.base import Pairs, Transport, _describe
+from murmura.transports.failures import Departure, Patience, mismatch
+from murmura.transports.order import Ticket
+from murmura.types import ReduceOp
+
+__all__ = ["InProcessTransport"]
+
+
+@dataclass
+class _Message:
+    """A tensor on offer from one rank to another; the receiver copies it and says so."""
+
+    tensor: Tensor
+    taken: bool = False
+    refusal: str = ""  # what the receiver called instead, if it does not fit
+
+
+class _Board:
+    """What the ranks of one channel know of each other; all of it is read and written under `changed`."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.changed = threading.Condition()
+        self.arrived = [0] * world_size  # collectives each rank has entered
+        self.phase = [0] * world_size  # meetings inside collectives each rank has come to
+        # What each rank called and brought, by the parity of the collective's number: nobody enters the one after
+        # next before all have left this one.
+        self.calls = [["nothing"] * world_size, ["nothing"] * world_size]
+        self.brought: list[list[Any]] = [[None] * world_size, [None] * world_size]
+        self.awaits: list[int | None] = [None] * world_size  # whom each rank waits for in an exchange
+        self.mail: dict[tuple[int, int], deque[_Message]] = {}
+        self.departed: dict[int, Departure] = {}
+        self.splits: dict[Any, _Board] = {}
+
+    def last_call(self, rank: int) -> str:
+        return self.calls[self.arrived[rank] & 1][rank]
+
+    def answer(self, peer: int, rank: int) -> None:
+        """`rank` has done something that `peer` may wait for: until `peer` looks again, it awaits nobody."""
+        if self.awaits[peer] == rank:
+            self.awaits[peer] = None
+
+
+class InProcessTransport(Transport):
+    """One rank of a world of threads; made by `create_group`."""
+
+    _stages_on_host = True
+
+    def __init__(
+        self,
+        board: _Board,
+        rank: int,
+        *,
+        hosts: Sequence[int] | None = None,
+        timeout: float = 600.0,
+        name: str = "",
+    ) -> None:
+        super().__init__(rank, board.world_size, hosts=hosts, timeout=timeout, name=name)
+        self._board = board
+        self._splits: list[InProcessTransport] = []
+        self._split_counts: dict[Any, int] = {}
+
+    @classmethod
+    def create_group(
+        cls, n: int, *, hosts: Sequence[int] | None = None, timeout: float = 600.0
+    ) -> list[InProcessTransport]:
+        """The `n` transports of a new world, in rank order; hand one to each thread.
+
+        `hosts` says on which host each rank pretends to be: ``[0, 0, 1, 1]``.
+        """
+        faults = []
+        if n < 1:
+            faults.append(f"n={n}: a world has at least one rank.")
+        if hosts is not None and len(hosts) != n:
+            faults.append(f"hosts={list(hosts)}: name a host for each of the {n} ranks.")
+        if faults:
+            raise ConfigError("\n".join(faults))
+        board = _Board(n)
+        return [cls(board, rank, hosts=hosts, timeout=timeout) for rank in range(n)]
+
+    def exchange(
+        self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
+    ) -> Ticket | None:
+        self._check_pairs(sends, recvs)
+        return self._run("exchange", lambda: self._exchange(sends, recvs, timeout), async_op)  # type: ignore[no-any-return]
+
+    def split(self, name: str, ranks: Sequence[int] | None = None) -> InProcessTransport | None:
+        members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
+        check_members(self, members)
+        self._check_usable()
+        if self.rank not in members:
+            return None
+        # The k-th split of a name is one channel on every member, whatever else they split in between.
+        ordinal = self._split_counts[name, members] = self._split_counts.get((name, members), 0) + 1
+        with self._board.changed:
+            board = self._board.splits.setdefault((name, members, ordinal), _Board(len(members)))
+        split = InProcessTransport(
+            board,
+            members.index(self.rank),
+            hosts=[self.hosts[rank] for rank in members],
+            timeout=self.timeout,
+            name=f"{self.name}/{name}",
+        )
+        self._splits.append(split)
+        return split
+
+    def abort(self, error: BaseException) -> None:
+        if self._failure is None:
+            super().abort(error)
+            self._depart(Departure.of(error))
+            for split in self._splits:
+                split.abort(TransportError(f"{type(error).__name__}: {error}"))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for split in self._splits:
+            split.close()
+        self._depart(Departure())
+        self._order.close()
+
+    def _depart(self, departure: Departure) -> None:
+        with self._board.changed:
+            self._board.departed.setdefault(self.rank, departure)
+            self._board.changed.notify_all()
+
+    # Collectives
+
+    def _all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
+        payload = self._meet("all_reduce" + call, (flat_in, flat_out), timeout)
+        reduction = Reduction(op, flat_in.dtype, self.world_size, flat_in.device)
+        numel = flat_in.numel()
+        share = chunk_bounds(numel, self.world_size, self.rank)
+        push(
+            [reduction.array(each) for each, _ in payload],
+            [reduction.array(each) for _, each in payload],
+            self.rank,
+            plan_segments(numel, flat_in.element_size(), self.world_size, *share),
+            reduction,
+        )
+        self._sync(timeout)
+
+    def _broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
+        payload = self._meet("broadcast" + call, flat, timeout)
+        if self.rank != src:
+            flat.copy_(payload[src])
+        self._sync(timeout)
+
+    def _barrier(self, timeout: float | None) -> None:
+        self._meet("barrier()", None, timeout)
+
+    def _meet(self, call: str, brought: Any, timeout: float | None) -> list[Any]:
+        """Enter a collective; return what every rank brought, once all are here and called the same."""
+        board, rank = self._board, self.rank
+        with board.changed:
+            number = board.arrived[rank] + 1
+            parity = number & 1
+            board.calls[parity][rank], board.brought[parity][rank] = call, brought
+            board.arrived[rank] = number
+            board.changed.notify_all()
+
+            def missing() -> list[int]:
+                return [peer for peer in range(self.world_size) if board.arrived[peer] < number]
+
+            self._wait(missing, timeout, stuck=lambda peer: board.awaits[peer] == rank)
+            calls = board.calls[parity]
+            if any(each != call for each in calls):
+                raise mismatch(rank, self._operation, dict(enumerate(calls)))
+            return list(board.brought[parity])
+
+    def _sync(self, timeout: float | None) -> None:
+        """Meet again inside a collective."""
+        board = self._board
+        with board.changed:
+            phase = board.phase[self.rank] = board.phase[self.rank] + 1
+            board.changed.notify_all()
+            self._wait(lambda: [peer for peer in range(self.world_size) if board.phase[peer] < phase], timeout)
+
+    # Point to point
+
+    def _exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
+        board, rank = self._board, self.rank
+        inbox = list(recvs)
+        outbox: list[tuple[_Message, int]] = []
+
+        def unfinished() -> list[int]:
+            """Take what has come; return whom this rank still waits for."""
+            left: list[tuple[Tensor, int]] = []
+            for out, src in inbox:
+                mail = board.mail.get((src, rank))
+                if mail and all(src != other for _, other in left):
+                    self._take(mail.popleft(), out.detach(), src)
+                else:
+                    left.append((out, src))
+            inbox[:] = left
+            waiting = [src for _, src in left]
+            for message, dst in outbox:
+                if message.refusal:
+                    calls = {rank: f"send(dst={dst}) of {_describe(message.tensor)}", dst: message.refusal}
+                    raise mismatch(rank, self._operation, calls)
+                if not message.taken:
+                    waiting.append(dst)
+            board.awaits[rank] = waiting[0] if waiting else None
+            return waiting
+
+        with board.changed:
+            for tensor, dst in sends:
+                message = _Message(tensor.detach())
+                board.mail.setdefault((rank, dst), deque()).append(message)
+                outbox.append((message, dst))
+                board.answer(dst, rank)
+            board.changed.notify_all()
+            try:
+                self._wait(unfinished, timeout, stuck=lambda peer: board.arrived[peer] > board.arrived[rank])
+            finally:
+                board.awaits[rank] = None
+
+    def _take(self, message: _Message, out: Tensor, src: int) -> None:
+        sent, wanted = _describe(message.tensor), _describe(out)
+        if sent != wanted:
+            message.refusal = f"recv(src={src}) of {wanted}"
+            calls = {src: f"send(dst={self.rank}) of {sent}", self.rank: message.refusal}
+            raise mismatch(self.rank, self._operation, calls)
+        out.copy_(message.tensor)
+        message.taken = True
+        self._board.answer(src, self.rank)
+        self._board.changed.notify_all()
+
+    # Waiting
+
+    def _wait(
+        self,
+        missing: Callable[[], list[int]],
+        timeout: float | None,
+        stuck: Callable[[int], bool] = lambda peer: False,
+    ) -> None:
+        """Wait, holding the board, until nobody is `missing`; `stuck(peer)` says that both would wait for ever."""
+        board = self._board
+        patience = Patience(self.rank, self._operation, self._seconds(timeout))
+        while awaited := missing():
+            if self._closed:
+                raise TransportClosed(
+                    f"rank {self.rank} closed the transport during {self._operation}.", rank=self.rank
+                )
+            for peer in awaited:
+                if peer in board.departed:
+                    raise board.departed[peer].as_error(self.rank, peer, self._operation)
+                if stuck(peer):
+                    calls = {self.rank: f"{self._operation}, waiting for rank {peer}"}
+                    called = "an exchange" if board.awaits[peer] == self.rank else board.last_call(peer)
+                    calls[peer] = f"{called}, waiting for rank {self.rank}"
+                    raise mismatch(self.rank, self._operation, calls)
+            patience.check(awaited)
+            board.changed.wait(max(0.001, min(patience.left, 1.0)))
+
+
+def check_members(transport: Transport, members: Sequence[int]) -> None:
+    """Refuse a list of ranks that is not a subgroup of `transport`'s world."""
+    if not members or len(set(members)) != len(members):
+        raise UsageError(f"ranks={list(members)} must name at least one rank, and none twice.")
+    for member in members:
+        transport._check_rank(member, "ranks")

@@ -1,0 +1,124 @@
+"""One channel, one order: operations run one at a time, in the order they were asked for.
+
+A synchronous call runs inline in the caller's thread when nothing is queued. Asynchronous ones run in the
+channel's communication thread, started at the first of them, and hand back a `Ticket`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from murmura.errors import PeerTimeout
+
+__all__ = ["Order", "Ticket"]
+
+
+class Ticket:
+    """An operation under way; its tensors belong to the transport until `wait` returns."""
+
+    def __init__(self, operation: str) -> None:
+        self._operation = operation
+        self._finished = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether the operation has ended, well or badly; never blocks."""
+        return self._finished.is_set()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until the operation has ended; return its result or raise its error.
+
+        The operation has a deadline of its own. `timeout` bounds this call only: when it passes, `PeerTimeout` is
+        raised, the operation goes on, and `wait` may be called again.
+        """
+        if not self._finished.wait(timeout):
+            raise PeerTimeout(
+                f"{self._operation} had not ended {timeout:g} s after wait() was called; it goes on. "
+                "Wait again, or give the operation itself a shorter timeout.",
+                operation=self._operation,
+            )
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def finish(self, result: Any) -> None:
+        self._result = result
+        self._finished.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._finished.set()
+
+
+class Order:
+    """Runs the operations of one channel; `lock` is held by whichever thread runs one now."""
+
+    def __init__(self, name: str) -> None:
+        self.lock = threading.Lock()
+        self._name = name
+        self._owner = 0  # ident of the thread that runs an operation
+        self._jobs: queue.SimpleQueue[tuple[Ticket, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._submitting = threading.Lock()
+        self._num_submitted = 0
+        self._num_finished = 0  # written by the communication thread alone
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued, so that a synchronous call may run inline."""
+        return self._num_submitted == self._num_finished
+
+    def in_thread(self) -> bool:
+        """Whether the caller is the communication thread, which must never spin: it would hold the GIL."""
+        return threading.current_thread() is self._thread
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Run `work` in its turn and return its result; inside another operation, at once."""
+        if self._owner == threading.get_ident():
+            return work()
+        if not self.idle:
+            return self.submit("operation", work).wait()
+        return self._perform(work)
+
+    def submit(self, operation: str, work: Callable[[], Any]) -> Ticket:
+        """Queue `work` for the communication thread."""
+        ticket = Ticket(operation)
+        with self._submitting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=f"murmura-{self._name}", daemon=True)
+                self._thread.start()
+            self._num_submitted += 1
+            self._jobs.put((ticket, work))
+        return ticket
+
+    def close(self) -> None:
+        """Let the communication thread finish what is queued, then end it. The caller has failed its waits first."""
+        thread = self._thread
+        if thread is not None and not self.in_thread():
+            self._jobs.put(None)
+            thread.join()
+            self._thread = None
+
+    def _perform(self, work: Callable[[], Any]) -> Any:
+        with self.lock:
+            self._owner = threading.get_ident()
+            try:
+                return work()
+            finally:
+                self._owner = 0
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            ticket, work = job
+            try:
+                result = self._perform(work)
+            except BaseException as error:  # carried to whoever waits for the ticket
+                self._num_finished += 1
+                ticket.fail(error)
+            else:
+                self._num_finished += 1
+                ticket.finish(result)

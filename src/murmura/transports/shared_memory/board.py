@@ -1,0 +1,251 @@
+"""What the ranks of one channel tell each other in shared words, and how they wait for a word to change.
+
+Each rank has a block of words in its own arena that it alone writes (but for its bell). A rank *enters* a collective
+by publishing its number; a peer that waits spins briefly, then yields, then sleeps on its own bell, which whoever
+publishes rings if the sleeper has said that it sleeps. Deaths and deadlines are looked at only by sleepers, so they
+cost a healthy run nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+import struct
+from collections.abc import Callable, Sequence
+
+from murmura.collectives.chunks import SMALL_BYTES
+from murmura.errors import TransportClosed
+from murmura.transports.failures import Departure, Patience, mismatch, peer_lost
+from murmura.transports.shared_memory import futex
+from murmura.transports.shared_memory.arena import PAGE_BYTES, round_up
+from murmura.transports.shared_memory.segment import Segment
+
+# Words of a block. The first eight share a cache line: what a collective of small messages reads of a peer.
+ENTERED = 0  # number of the collective entered last
+ASLEEP = 1  # 1 while the rank sleeps on its bell
+DIGEST = 2  # of the call, by the parity of its number (2 words)
+PLACE_IN = 4  # where its input lies, by parity (2 words); ~place for a staging area
+PLACE_OUT = 6  # where its output goes, by parity (2 words)
+PHASE = 8  # meetings inside collectives
+PIECES = 9  # number of the collective << 24 | pieces staged in it
+DEPARTED = 10  # length of the departure text, once there is one
+CALLED = 11  # number of the collective whose call is told in the call text
+AWAITS = 12  # message << 16 | 1 << 15 if it is to be received | peer + 1, while the rank sleeps in an exchange
+BELL = 16  # on a line of its own: written by peers
+# Bytes of a block
+DEPARTURE_AT, DEPARTURE_BYTES = 256, 1792
+CALL_AT, CALL_BYTES = 2048, 2048
+PAIRS_AT, PAIR_BYTES = 4096, 256
+
+SPINS, YIELDS = 50, 200
+FIRST_NAP, LONGEST_NAP = 0.005, 0.1  # seconds between two looks at deaths and deadlines
+
+
+def slot_bytes(world_size: int) -> int:
+    """The largest message that takes the small path."""
+    return SMALL_BYTES // max(1, world_size - 1)
+
+
+def block_bytes(world_size: int) -> int:
+    """What a rank's block takes: words, texts, a line for each pair, and two slots for small messages."""
+    return slots_at(world_size) + 2 * round_up(slot_bytes(world_size))
+
+
+def slots_at(world_size: int) -> int:
+    return round_up(PAIRS_AT + PAIR_BYTES * world_size, PAGE_BYTES)
+
+
+def digest_of(call: str) -> int:
+    """63 bits that stand for a call: ranks compare these instead of the words."""
+    return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class Board:
+    """The blocks of a channel's ranks, seen from one of them.
+
+    `blocks[i]` is the place of rank i's block; `pidfds[i]` says whether it lives. Used by one thread at a time.
+    """
+
+    def __init__(self, segment: Segment, rank: int, blocks: Sequence[int], pidfds: Sequence[int]) -> None:
+        self.segment = segment
+        self.rank = rank
+        self.world_size = len(blocks)
+        self.blocks = blocks
+        self.words = segment.words
+        self.at = [place // 8 for place in blocks]  # index of the first word of each rank's block
+        self.own = self.at[rank]
+        self.peers = [peer for peer in range(self.world_size) if peer != rank]
+        self.fence = futex.make_fence()
+        self.closed = False
+        crowded = self.world_size > len(os.sched_getaffinity(0))
+        self.spins = 0 if crowded else SPINS
+        self._asleep = [self.at[peer] + ASLEEP for peer in self.peers]
+        self._pidfds = list(pidfds)
+        self._rank_of = {pidfds[peer]: peer for peer in self.peers}
+        self._deaths = select.poll()
+        for fd in self._rank_of:
+            self._deaths.register(fd, select.POLLIN)
+        self._tolls = 0
+        slots = [place + slots_at(self.world_size) for place in blocks]
+        step = round_up(slot_bytes(self.world_size))
+        self.slots = [[place + parity * step for place in slots] for parity in (0, 1)]
+
+    # Telling
+
+    def publish(self, word: int, value: int) -> None:
+        """Set one of this rank's words, after everything written before, and wake the peers that sleep."""
+        if not futex.ORDERED_STORES:
+            self.fence()
+        self.words[self.own + word] = value
+        self.wake_sleepers()
+
+    def wake_sleepers(self) -> None:
+        self.fence()  # the word is out before we look who sleeps; a sleeper says so before it looks at the word
+        words = self.words
+        for at in self._asleep:
+            if words[at]:
+                self._ring(at - ASLEEP)
+
+    def _ring(self, block: int) -> None:
+        # Tolls differ from rank to rank, so that a bell rung by two at once still changes.
+        self._tolls = (self._tolls + 1) & 0xFFFFFF
+        self.words[block + BELL] = self._tolls << 8 | self.rank & 0xFF
+        futex.wake(self.segment.address + 8 * (block + BELL))
+
+    def read(self, peer: int, word: int) -> int:
+        return self.words[self.at[peer] + word]
+
+    # Waiting
+
+    def wait(
+        self,
+        missing: Callable[[], list[int]],
+        operation: str,
+        timeout: float,
+        *,
+        spin: bool,
+        stuck: Callable[[int], bool] = lambda peer: False,
+    ) -> None:
+        """Return once nobody is `missing`. `stuck(peer)` says that this rank and `peer` wait for each other for ever.
+
+        Without `spin` it sleeps at once, which a thread beside another must.
+        """
+        if spin:
+            for _ in range(self.spins):
+                if not missing():
+                    return
+            for _ in range(YIELDS):
+                if not missing():
+                    return
+                os.sched_yield()
+        if missing():
+            self._sleep(missing, operation, timeout, stuck)
+
+    def _sleep(
+        self, missing: Callable[[], list[int]], operation: str, timeout: float, stuck: Callable[[int], bool]
+    ) -> None:
+        words, own = self.words, self.own
+        bell = self.segment.address + 8 * (own + BELL)
+        patience = Patience(self.rank, operation, timeout)
+        nap = FIRST_NAP
+        while True:
+            words[own + ASLEEP] = 1
+            try:
+                toll = words[own + BELL] & 0xFFFFFFFF
+                self.fence()
+                if missing():
+                    futex.wait(bell, toll, min(nap, max(0.0, patience.left)))
+            finally:
+                words[own + ASLEEP] = 0
+            self.fence()
+            awaited = missing()
+            if not awaited:
+                return
+            nap = min(2 * nap, LONGEST_NAP)
+            if self.closed:
+                raise TransportClosed(f"rank {self.rank} closed the transport during {operation}.", rank=self.rank)
+            self._check_departed(missing, operation)
+            self._check_stuck(missing, operation, stuck)
+            patience.check(awaited, self._state_of(awaited) if patience.left <= 0 else "")
+
+    def _check_departed(self, missing: Callable[[], list[int]], operation: str) -> None:
+        gone = {peer: self._departure(peer) for peer in missing() if self.read(peer, DEPARTED)}
+        dead = {self._rank_of[fd] for fd, _ in self._deaths.poll(0)}
+        self.fence()
+        for peer in missing():  # again: whoever left may have done its part before
+            if peer in gone:
+                raise gone[peer].as_error(self.rank, peer, operation)
+            if peer in dead:
+                # It may have left word in its last moments, after we looked.
+                if self.read(peer, DEPARTED):
+                    raise self._departure(peer).as_error(self.rank, peer, operation)
+                raise peer_lost(self.rank, peer, operation, "died: it was killed, or exited without closing")
+
+    def _check_stuck(self, missing: Callable[[], list[int]], operation: str, stuck: Callable[[int], bool]) -> None:
+        suspects = [peer for peer in missing() if stuck(peer)]
+        self.fence()
+        for peer in missing():
+            if peer in suspects:
+                entered = self.read(peer, ENTERED)
+                called = f"collective #{entered}" if entered > self.read(self.rank, ENTERED) else "an exchange"
+                calls = {
+                    self.rank: f"{operation}, waiting for rank {peer}",
+                    peer: f"{called}, waiting for rank {self.rank}",
+                }
+                raise mismatch(self.rank, operation, calls)
+
+    def _state_of(self, awaited: Sequence[int]) -> str:
+        """What is known of peers that let us wait, as sentences."""
+        stories = []
+        for peer in awaited:
+            story = f"Rank {peer} last entered #{self.read(peer, ENTERED)}"
+            pid, state = process_state(self._pidfds[peer])
+            if state in ("T", "t"):
+                story += f"; its process (pid {pid}) is stopped"
+            elif state:
+                story += f"; its process (pid {pid}) is alive"
+            stories.append(story + ".")
+        return " ".join(stories)
+
+    # Texts
+
+    def depart(self, departure: Departure) -> None:
+        """Leave word why this rank can no longer be waited for; the first word stands."""
+        if self.words[self.own + DEPARTED]:
+            return
+        text = departure.to_bytes(DEPARTURE_BYTES)
+        self._write(DEPARTURE_AT, text)
+        self.publish(DEPARTED, len(text))
+
+    def _departure(self, peer: int) -> Departure:
+        return Departure.from_bytes(self._read(peer, DEPARTURE_AT, self.read(peer, DEPARTED)))
+
+    def tell_call(self, number: int, call: str) -> None:
+        """Say in words what this rank called, for the table of a mismatch."""
+        text = call.encode()[: CALL_BYTES - 8]
+        self._write(CALL_AT, struct.pack("q", len(text)) + text)
+        self.publish(CALLED, number)
+
+    def told_call(self, peer: int) -> str:
+        (length,) = struct.unpack("q", self._read(peer, CALL_AT, 8))
+        return self._read(peer, CALL_AT + 8, length).decode(errors="replace")
+
+    def _write(self, at: int, data: bytes) -> None:
+        place = self.blocks[self.rank] + at
+        self.segment.memory[place : place + len(data)] = data
+
+    def _read(self, peer: int, at: int, length: int) -> bytes:
+        place = self.blocks[peer] + at
+        return bytes(self.segment.memory[place : place + length])
+
+
+def process_state(pidfd: int) -> tuple[int, str]:
+    """The pid and the state letter (R, S, T, Z, …) of a process; ("", …) if it is not to be seen."""
+    try:
+        with open(f"/proc/self/fdinfo/{pidfd}") as info:
+            pid = next(int(line.split()[1]) for line in info if line.startswith("Pid:"))
+        with open(f"/proc/{pid}/stat") as stat:
+            return pid, stat.read().rpartition(")")[2].split()[0]
+    except (OSError, StopIteration):
+        return -1, ""

@@ -1,0 +1,66 @@
+"""Three things Python lacks for memory shared between processes: sleep until a word changes, wake, and a fence.
+
+Linux only. The wait releases the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_SYSCALL_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+
+ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
+"""Whether this processor shows stores, and performs loads, in program order: then data-then-flag needs no fence."""
+
+
+def is_supported() -> bool:
+    """Whether this platform has what shared memory needs: futexes, memfds and pidfds, that is Linux 5.3 or newer."""
+    known = sys.platform == "linux" and platform.machine() in _SYSCALL_NUMBERS
+    return known and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+@functools.cache
+def _syscall() -> tuple[Callable[..., Any], int]:
+    return ctypes.CDLL(None, use_errno=True).syscall, _SYSCALL_NUMBERS[platform.machine()]
+
+
+def wait(address: int, expected: int, seconds: float) -> None:
+    """Sleep until woken, or `seconds` have passed; return at once if the 32-bit word at `address` is not `expected`."""
+    syscall, number = _syscall()
+    whole = int(seconds)
+    limit = _Timespec(whole, int((seconds - whole) * 1e9))
+    syscall(number, ctypes.c_void_p(address), _FUTEX_WAIT, ctypes.c_uint32(expected), ctypes.byref(limit), None, 0)
+
+
+def wake(address: int) -> None:
+    """Wake every sleeper on the word at `address`."""
+    syscall, number = _syscall()
+    syscall(number, ctypes.c_void_p(address), _FUTEX_WAKE, 2**31 - 1, None, None, 0)
+
+
+def make_fence() -> Callable[[], object]:
+    """A full memory fence: releasing and retaking a lock held for life (the other way round is not a fence).
+
+    One per channel: it must not be shared between threads that run at the same time.
+    """
+    lock = threading.Lock()
+    lock.acquire()
+    release, acquire = lock.release, lock.acquire
+
+    def fence() -> None:
+        release()
+        acquire()
+
+    return fence
