@@ -8,6 +8,7 @@ what makes a ring over a network and direct sums in shared memory agree to the b
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 SMALL_BYTES = 256 * 1024
@@ -37,7 +38,8 @@ def chunk_bounds(numel: int, num_chunks: int, index: int) -> tuple[int, int]:
     return start, start + base + (index < extra)
 
 
-def plan_segments(numel: int, item_bytes: int, world_size: int, start: int, stop: int) -> list[Segment]:
+@functools.lru_cache(maxsize=256)
+def plan_segments(numel: int, item_bytes: int, world_size: int, start: int, stop: int) -> tuple[Segment, ...]:
     """Cut elements [start, stop) of a flat buffer of `numel` into cache-sized segments of one order each."""
     step = max(1, PIECE_BYTES // item_bytes)
     rank_order = is_small(numel * item_bytes, world_size)
@@ -46,4 +48,4 @@ def plan_segments(numel: int, item_bytes: int, world_size: int, start: int, stop
         lower, upper = (0, numel) if rank_order else chunk_bounds(numel, world_size, chunk)
         lower, upper = max(lower, start), min(upper, stop)
         segments += [Segment(at, min(at + step, upper), chunk) for at in range(lower, upper, step)]
-    return segments
+    return tuple(segments)

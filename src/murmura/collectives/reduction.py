@@ -6,7 +6,7 @@ CPU the arithmetic is numpy's (its calls cost a third of torch's), on other devi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,12 @@ class Reduction:
         wide = dtype in HALVES and op in (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PRODUCT)
         self._wide = wide and not (world_size == 2 and op is not ReduceOp.MEAN)
         self._combine: Any = (_NUMPY if self.uses_numpy else _TORCH)[op]
+        # x * 2^-k and x / 2^k are the same number, rounded once; multiplying is faster.
+        self._exact = world_size & (world_size - 1) == 0
+        if self._mean and self.uses_numpy:
+            self._scale = np.multiply if self._exact else np.divide
+            # An array of no dimensions costs numpy half of what a Python number does.
+            self._operand = torch.tensor(1.0 / world_size if self._exact else world_size, dtype=dtype).numpy()
 
     def array(self, flat: Tensor) -> Any:
         """A view of `flat` in the form `reduce` takes."""
@@ -96,6 +102,22 @@ class Reduction:
         if self._mean:
             self._divide(out)
 
+    def bound_reduce(self, even: Sequence[Any], odd: Sequence[Any], out: Any) -> Callable[[int], None]:
+        """`reduce` of one of two lists of inputs into `out`, by parity, with as little Python as can be."""
+        if self._wide or len(even) != 2:
+            both = (even, odd)
+            return lambda parity: self.reduce(both[parity], out)
+        combine, pairs = self._combine, ((even[0], even[1]), (odd[0], odd[1]))
+        divide = self._divide if self._mean else None
+
+        def reduce_pair(parity: int) -> None:
+            one, other = pairs[parity]
+            combine(one, other, out)
+            if divide is not None:
+                divide(out)
+
+        return reduce_pair
+
     def combine(self, accumulated: Any, own: Any, *, last: bool) -> None:
         """One hop of a ring: own ← accumulated (op) own, finished if this hop is the last."""
         if last:
@@ -112,11 +134,9 @@ class Reduction:
         out.copy_(total)
 
     def _divide(self, total: Any) -> None:
-        # x * 2^-k and x / 2^k are the same number rounded once, and multiplying is faster.
-        n = self.world_size
-        if n & (n - 1) == 0:
-            total *= 1.0 / n
-        elif self.uses_numpy:
-            np.divide(total, n, out=total)
+        if self.uses_numpy:
+            self._scale(total, self._operand, total)
+        elif self._exact:
+            total.mul_(1.0 / self.world_size)
         else:
-            total.div_(n)
+            total.div_(self.world_size)

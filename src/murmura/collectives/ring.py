@@ -16,7 +16,7 @@ from murmura.collectives.reduction import Reduction, check_reducible
 from murmura.types import PointToPoint, ReduceOp
 
 
-class _Deadline:
+class Deadline:
     """Seconds left of a collective's time, for each of its exchanges; None while there is no limit."""
 
     def __init__(self, timeout: float | None) -> None:
@@ -33,7 +33,7 @@ def all_reduce(
     op = check_reducible(op, flat.dtype)
     if ranks.world_size == 1:
         return
-    deadline = _Deadline(timeout)
+    deadline = Deadline(timeout)
     reduction = Reduction(op, flat.dtype, ranks.world_size, flat.device)
     if is_small(flat.numel() * flat.element_size(), ranks.world_size):
         _reduce_in_rank_order(ranks, flat, reduction, deadline)
@@ -42,7 +42,7 @@ def all_reduce(
         _gather_round_the_ring(ranks, flat, deadline)
 
 
-def _reduce_in_rank_order(ranks: PointToPoint, flat: Tensor, reduction: Reduction, deadline: _Deadline) -> None:
+def _reduce_in_rank_order(ranks: PointToPoint, flat: Tensor, reduction: Reduction, deadline: Deadline) -> None:
     inputs = [flat.clone() if rank == ranks.rank else torch.empty_like(flat) for rank in range(ranks.world_size)]
     peers = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
     ranks.exchange(
@@ -53,7 +53,7 @@ def _reduce_in_rank_order(ranks: PointToPoint, flat: Tensor, reduction: Reductio
     reduction.reduce([reduction.array(each) for each in inputs], reduction.array(flat))
 
 
-def _reduce_round_the_ring(ranks: PointToPoint, flat: Tensor, reduction: Reduction, deadline: _Deadline) -> None:
+def _reduce_round_the_ring(ranks: PointToPoint, flat: Tensor, reduction: Reduction, deadline: Deadline) -> None:
     """Chunk i starts at rank i and visits i + 1, i + 2, …: rank r ends with chunk r + 1 complete."""
     size, rank = ranks.world_size, ranks.rank
     left, right = (rank - 1) % size, (rank + 1) % size
@@ -66,7 +66,7 @@ def _reduce_round_the_ring(ranks: PointToPoint, flat: Tensor, reduction: Reducti
         reduction.combine(reduction.array(incoming), reduction.array(own), last=step == size - 2)
 
 
-def _gather_round_the_ring(ranks: PointToPoint, flat: Tensor, deadline: _Deadline) -> None:
+def _gather_round_the_ring(ranks: PointToPoint, flat: Tensor, deadline: Deadline) -> None:
     size, rank = ranks.world_size, ranks.rank
     left, right = (rank - 1) % size, (rank + 1) % size
     chunks = [flat[slice(*chunk_bounds(flat.numel(), size, index))] for index in range(size)]
@@ -77,7 +77,7 @@ def _gather_round_the_ring(ranks: PointToPoint, flat: Tensor, deadline: _Deadlin
 
 def broadcast(ranks: PointToPoint, flat: Tensor, src: int = 0, *, timeout: float | None = None) -> None:
     """Copy rank `src`'s `flat` to every rank, along a binomial tree rooted there."""
-    size, deadline = ranks.world_size, _Deadline(timeout)
+    size, deadline = ranks.world_size, Deadline(timeout)
     place = (ranks.rank - src) % size  # this rank's number in the tree, whose root is 0
     reach = 1
     while reach < size:
@@ -91,7 +91,7 @@ def broadcast(ranks: PointToPoint, flat: Tensor, src: int = 0, *, timeout: float
 
 def barrier(ranks: PointToPoint, *, timeout: float | None = None) -> None:
     """Return once every rank has called: after step k this rank has heard of the 2^(k + 1) - 1 ranks before it."""
-    size, rank, deadline = ranks.world_size, ranks.rank, _Deadline(timeout)
+    size, rank, deadline = ranks.world_size, ranks.rank, Deadline(timeout)
     token = torch.zeros(1, dtype=torch.uint8)
     heard = torch.zeros(1, dtype=torch.uint8)
     reach = 1

@@ -14,19 +14,26 @@ A backend writes `exchange`, `split` and `close`; every collective is inherited,
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Self
+from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from murmura.collectives import ring
+from murmura.collectives import gather, ring
 from murmura.collectives.reduction import check_reducible
-from murmura.errors import CollectiveMismatch, TransportClosed, TransportError, UsageError, not_built
-from murmura.transports.failures import again
-from murmura.transports.order import Order, Ticket
+from murmura.errors import UsageError
+from murmura.transports.checks import (
+    check_dense,
+    check_list,
+    check_rank,
+    check_writable,
+    describe,
+    describe_rows,
+    store,
+)
+from murmura.transports.core import TransportCore
+from murmura.transports.order import Ticket
 from murmura.types import ReduceOp
 
 __all__ = ["Transport"]
@@ -34,7 +41,7 @@ __all__ = ["Transport"]
 Pairs = Sequence[tuple[Tensor, int]]
 
 
-class Transport(ABC):
+class Transport(TransportCore):
     """A rank's end of a world of ranks that exchange tensors.
 
     Attributes:
@@ -43,29 +50,6 @@ class Transport(ABC):
         hosts: hosts[r] is the index of the host of rank r.
         timeout: seconds any wait may last unless a call says otherwise.
     """
-
-    _stages_on_host = False
-    """Whether tensors of other devices go through host memory: a backend that only knows CPU memory says True."""
-
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        *,
-        hosts: Sequence[int] | None = None,
-        timeout: float = 600.0,
-        name: str = "",
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.hosts: Sequence[int] = tuple(hosts) if hosts is not None else (0,) * world_size
-        self.timeout = timeout
-        self.name = name or "world"
-        self._order = Order(f"{self.name}-rank{rank}")
-        self._failure: BaseException | None = None
-        self._closed = False
-        self._operation = ""  # what runs now, for error messages
-        self._num_collectives = 0
 
     # What a backend writes
 
@@ -85,10 +69,6 @@ class Transport(ABC):
 
         Called by every member; `ranks` are numbered anew in the order given. None for a rank that is not a member.
         """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leave the world; peers that still wait for this rank get `PeerLost`. May be called again."""
 
     # Conveniences over exchange and split
 
@@ -142,11 +122,11 @@ class Transport(ABC):
         target = tensor if out is None else out
         if target.shape != tensor.shape or target.dtype != tensor.dtype or target.device != tensor.device:
             raise UsageError(
-                f"out is {_describe(target)} on {target.device}, but the tensor is {_describe(tensor)} on "
+                f"out is {describe(target)} on {target.device}, but the tensor is {describe(tensor)} on "
                 f"{tensor.device}. Make out with torch.empty_like(tensor)."
             )
-        _check_dense(tensor)
-        _check_writable(target)
+        check_dense(tensor)
+        check_writable(target)
 
         def work() -> Tensor:
             flat_out = self._flat(target, load=out is None)
@@ -154,8 +134,8 @@ class Transport(ABC):
             if self.world_size == 1:
                 flat_out.copy_(flat_in)
             else:
-                self._all_reduce(flat_in, flat_out, op, f"({op}) of {_describe(tensor)}", timeout)
-            _store(flat_out, target)
+                self._all_reduce(flat_in, flat_out, op, f"({op}) of {describe(tensor)}", timeout)
+            store(flat_out, target)
             return target
 
         return self._run("all_reduce", work, async_op)  # type: ignore[no-any-return]
@@ -164,14 +144,14 @@ class Transport(ABC):
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False, timeout: float | None = None
     ) -> Tensor | Ticket:
         """Overwrite `tensor` on every rank with rank `src`'s; returns it, or a `Ticket`."""
-        self._check_rank(src, "src")
-        _check_writable(tensor)
+        check_rank(src, self.world_size, "src")
+        check_writable(tensor)
 
         def work() -> Tensor:
             flat = self._flat(tensor, load=self.rank == src)
             if self.world_size > 1:
-                self._broadcast(flat, src, f"(src={src}) of {_describe(tensor)}", timeout)
-                _store(flat, tensor)
+                self._broadcast(flat, src, f"(src={src}) of {describe(tensor)}", timeout)
+                store(flat, tensor)
             return tensor
 
         return self._run("broadcast", work, async_op)  # type: ignore[no-any-return]
@@ -194,14 +174,21 @@ class Transport(ABC):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
-        """Reduce `tensor` over all ranks into rank `dst`'s, in place; elsewhere it is scratch afterwards."""
-        not_built("Transport.reduce")
+        """Reduce `tensor` over all ranks, in rank order, into rank `dst`'s; on the others it stays as it is."""
+        op = check_reducible(op, tensor.dtype)
+        check_rank(dst, self.world_size, "dst")
+        check_writable(tensor)
 
-    def all_gather(
-        self, tensor: Tensor, *, async_op: bool = False, timeout: float | None = None
-    ) -> list[Tensor] | Ticket:
-        """Every rank's tensor, in rank order; first dimensions may differ."""
-        not_built("Transport.all_gather")
+        def work() -> Tensor:
+            self._agree(f"reduce({op}, dst={dst}) of {describe(tensor)}", timeout)
+            flat = self._flat(tensor, load=True)
+            if self.world_size > 1:
+                gather.reduce(self, flat, dst, op, timeout=self._seconds(timeout))
+            if self.rank == dst:
+                store(flat, tensor)
+            return tensor
+
+        return self._run("reduce", work, async_op)  # type: ignore[no-any-return]
 
     def reduce_scatter(
         self,
@@ -211,14 +198,46 @@ class Transport(ABC):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
-        """Reduce over all ranks and return this rank's chunk; chunk i has D // n + (i < D % n) elements."""
-        not_built("Transport.reduce_scatter")
+        """Reduce over all ranks, in rank order, and return this rank's chunk: one-dimensional, and new.
+
+        Chunk i of D elements over n ranks has D // n + (i < D % n) elements.
+        """
+        op = check_reducible(op, tensor.dtype)
+        check_dense(tensor)
+
+        def work() -> Tensor:
+            self._agree(f"reduce_scatter({op}) of {describe(tensor)}", timeout)
+            flat = self._flat(tensor, load=True)
+            if self.world_size == 1:
+                return flat.clone().to(tensor.device)
+            return gather.reduce_scatter(self, flat, op, timeout=self._seconds(timeout)).to(tensor.device)
+
+        return self._run("reduce_scatter", work, async_op)  # type: ignore[no-any-return]
+
+    def all_gather(
+        self, tensor: Tensor, *, async_op: bool = False, timeout: float | None = None
+    ) -> list[Tensor] | Ticket:
+        """Every rank's tensor, in rank order, as new tensors; first dimensions may differ."""
+        check_dense(tensor)
+
+        def work() -> list[Tensor]:
+            self._agree(f"all_gather() of {describe_rows(tensor)}", timeout)
+            return gather.all_gather(self, tensor.detach().contiguous(), timeout=self._seconds(timeout))
+
+        return self._run("all_gather", work, async_op)  # type: ignore[no-any-return]
 
     def gather(
         self, tensor: Tensor, dst: int = 0, *, async_op: bool = False, timeout: float | None = None
     ) -> list[Tensor] | Ticket | None:
-        """Every rank's tensor, in rank order, on rank `dst`; None elsewhere."""
-        not_built("Transport.gather")
+        """Every rank's tensor, in rank order, on rank `dst`; None elsewhere. First dimensions may differ."""
+        check_rank(dst, self.world_size, "dst")
+        check_dense(tensor)
+
+        def work() -> list[Tensor] | None:
+            self._agree(f"gather(dst={dst}) of {describe_rows(tensor)}", timeout)
+            return gather.gather(self, tensor.detach().contiguous(), dst, timeout=self._seconds(timeout))
+
+        return self._run("gather", work, async_op)  # type: ignore[no-any-return]
 
     def scatter(
         self,
@@ -229,8 +248,18 @@ class Transport(ABC):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
-        """Fill `out` with this rank's entry of rank `src`'s `tensors`."""
-        not_built("Transport.scatter")
+        """Fill `out` with this rank's entry of rank `src`'s `tensors`, which only rank `src` gives."""
+        check_rank(src, self.world_size, "src")
+        check_writable(out)
+        if self.rank == src:
+            check_list(tensors, self.world_size, "tensors")
+
+        def work() -> Tensor:
+            self._agree(f"scatter(src={src})", timeout)
+            gather.scatter(self, tensors, src, out.detach(), timeout=self._seconds(timeout))
+            return out
+
+        return self._run("scatter", work, async_op)  # type: ignore[no-any-return]
 
     def all_to_all(
         self,
@@ -240,8 +269,22 @@ class Transport(ABC):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Ticket | None:
-        """Send sends[r] to rank r and fill recvs[r] from rank r; sizes may differ."""
-        not_built("Transport.all_to_all")
+        """Send sends[r] to rank r and fill recvs[r] from rank r; sizes may differ from pair to pair."""
+        check_list(sends, self.world_size, "sends")
+        check_list(recvs, self.world_size, "recvs")
+        for tensor in recvs:
+            check_writable(tensor)
+        if describe(sends[self.rank]) != describe(recvs[self.rank]):
+            raise UsageError(
+                f"rank {self.rank} sends itself {describe(sends[self.rank])} but wants {describe(recvs[self.rank])}."
+            )
+
+        def work() -> None:
+            self._agree("all_to_all()", timeout)
+            outs = [out.detach() for out in recvs]
+            gather.all_to_all(self, sends, outs, timeout=self._seconds(timeout))
+
+        return self._run("all_to_all", work, async_op)  # type: ignore[no-any-return]
 
     # Memory
 
@@ -251,23 +294,6 @@ class Transport(ABC):
         Not collective: ranks may allocate what and when they like. Slices of it are as good as the whole.
         """
         return torch.zeros(numel, dtype=dtype, device=device)
-
-    # Life
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.abort(error)
-        self.close()
-
-    def abort(self, error: BaseException) -> None:
-        """Poison the transport because of `error`, so that peers learn the cause before `close` ends it."""
-        if self._failure is None:
-            self._failure = error
 
     # For backends
 
@@ -279,93 +305,22 @@ class Transport(ABC):
     def _broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
         ring.broadcast(self, flat, src, timeout=self._seconds(timeout))
 
+    def _agree(self, call: str, timeout: float | None) -> None:
+        """Raise `CollectiveMismatch` if the ranks called something else; here, where a backend cannot tell, do not."""
+        return
+
     def _barrier(self, timeout: float | None) -> None:
         ring.barrier(self, timeout=self._seconds(timeout))
-
-    def _run(self, name: str, work: Callable[[], Any], async_op: bool) -> Any:
-        """Run one operation in its turn: inline, or in the communication thread if `async_op`."""
-
-        def turn() -> Any:
-            self._check_usable()
-            outermost = not self._operation
-            if outermost:
-                self._num_collectives += name != "exchange"
-                self._operation = name if name == "exchange" else f"{name} #{self._num_collectives}"
-            try:
-                return work()
-            except (TransportError, CollectiveMismatch, KeyboardInterrupt) as error:
-                self.abort(error)
-                raise
-            finally:
-                if outermost:
-                    self._operation = ""
-
-        if async_op:
-            return self._order.submit(f"{name} on rank {self.rank}", turn)
-        return self._order.run(turn)
-
-    def _check_usable(self) -> None:
-        if self._failure is not None:
-            raise again(self._failure) from self._failure
-        if self._closed:
-            raise TransportClosed(
-                f"rank {self.rank} closed this transport ({self.name}) before the call. Make a new one with connect().",
-                rank=self.rank,
-            )
-
-    def _check_rank(self, rank: int, what: str) -> None:
-        if not 0 <= rank < self.world_size:
-            raise UsageError(f"{what}={rank} is not a rank of this world: ranks go from 0 to {self.world_size - 1}.")
 
     def _check_pairs(self, sends: Pairs, recvs: Pairs) -> None:
         """Refuse an exchange that makes no sense, before anything is sent."""
         for what, pairs in (("dst", sends), ("src", recvs)):
             for tensor, peer in pairs:
-                self._check_rank(peer, what)
+                check_rank(peer, self.world_size, what)
                 if peer == self.rank:
                     raise UsageError(
                         f"rank {peer} cannot exchange with itself ({what}={peer}); copy the tensor instead."
                     )
-                _check_dense(tensor)
+                check_dense(tensor)
         for tensor, _ in recvs:
-            _check_writable(tensor)
-
-    def _seconds(self, timeout: float | None) -> float:
-        return self.timeout if timeout is None else timeout
-
-    def _flat(self, tensor: Tensor, *, load: bool) -> Tensor:
-        """A contiguous one-dimensional tensor of `tensor`'s elements where the backend can work: a view if possible.
-
-        Holds the values of `tensor` if `load`; `_store` brings them back.
-        """
-        tensor = tensor.detach()
-        if (self._stages_on_host and tensor.device.type != "cpu") or not tensor.is_contiguous():
-            device = torch.device("cpu") if self._stages_on_host else tensor.device
-            flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=device)
-            if load:
-                flat.view(tensor.shape).copy_(tensor)
-            return flat
-        return tensor.resolve_conj().resolve_neg().view(-1)
-
-
-def _store(flat: Tensor, target: Tensor) -> None:
-    if flat.data_ptr() != target.data_ptr() or not target.is_contiguous():
-        target.detach().copy_(flat.view(target.shape))
-
-
-def _check_dense(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        if tensor.layout is not torch.strided:
-            raise UsageError(f"a {tensor.layout} tensor cannot be exchanged; call .to_dense() first.")
-        if tensor.device.type == "meta":
-            raise UsageError("a tensor on the meta device has no data to exchange.")
-
-
-def _check_writable(tensor: Tensor) -> None:
-    _check_dense(tensor)
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise UsageError("an expanded tensor holds one element many times and cannot be written; call .clone() first.")
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            check_writable(tensor)

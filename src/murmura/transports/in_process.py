@@ -16,8 +16,9 @@ from torch import Tensor
 from murmura.collectives.chunks import chunk_bounds, plan_segments
 from murmura.collectives.direct import push
 from murmura.collectives.reduction import Reduction
-from murmura.errors import ConfigError, TransportClosed, TransportError, UsageError
-from murmura.transports.base import Pairs, Transport, _describe
+from murmura.errors import ConfigError, TransportClosed, TransportError
+from murmura.transports.base import Pairs, Transport
+from murmura.transports.checks import check_members, describe
 from murmura.transports.failures import Departure, Patience, mismatch
 from murmura.transports.order import Ticket
 from murmura.types import ReduceOp
@@ -105,7 +106,7 @@ class InProcessTransport(Transport):
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> InProcessTransport | None:
         members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
-        check_members(self, members)
+        check_members(members, self.world_size)
         self._check_usable()
         if self.rank not in members:
             return None
@@ -169,6 +170,9 @@ class InProcessTransport(Transport):
     def _barrier(self, timeout: float | None) -> None:
         self._meet("barrier()", None, timeout)
 
+    def _agree(self, call: str, timeout: float | None) -> None:
+        self._meet(call, None, timeout)
+
     def _meet(self, call: str, brought: Any, timeout: float | None) -> list[Any]:
         """Enter a collective; return what every rank brought, once all are here and called the same."""
         board, rank = self._board, self.rank
@@ -216,7 +220,7 @@ class InProcessTransport(Transport):
             waiting = [src for _, src in left]
             for message, dst in outbox:
                 if message.refusal:
-                    calls = {rank: f"send(dst={dst}) of {_describe(message.tensor)}", dst: message.refusal}
+                    calls = {rank: f"send(dst={dst}) of {describe(message.tensor)}", dst: message.refusal}
                     raise mismatch(rank, self._operation, calls)
                 if not message.taken:
                     waiting.append(dst)
@@ -236,7 +240,7 @@ class InProcessTransport(Transport):
                 board.awaits[rank] = None
 
     def _take(self, message: _Message, out: Tensor, src: int) -> None:
-        sent, wanted = _describe(message.tensor), _describe(out)
+        sent, wanted = describe(message.tensor), describe(out)
         if sent != wanted:
             message.refusal = f"recv(src={src}) of {wanted}"
             calls = {src: f"send(dst={self.rank}) of {sent}", self.rank: message.refusal}
@@ -272,11 +276,3 @@ class InProcessTransport(Transport):
                     raise mismatch(self.rank, self._operation, calls)
             patience.check(awaited)
             board.changed.wait(max(0.001, min(patience.left, 1.0)))
-
-
-def check_members(transport: Transport, members: Sequence[int]) -> None:
-    """Refuse a list of ranks that is not a subgroup of `transport`'s world."""
-    if not members or len(set(members)) != len(members):
-        raise UsageError(f"ranks={list(members)} must name at least one rank, and none twice.")
-    for member in members:
-        transport._check_rank(member, "ranks")

@@ -76,7 +76,7 @@ class Board:
         self.at = [place // 8 for place in blocks]  # index of the first word of each rank's block
         self.own = self.at[rank]
         self.peers = [peer for peer in range(self.world_size) if peer != rank]
-        self.fence = futex.make_fence()
+        self.fence = futex.Fence()
         self.closed = False
         crowded = self.world_size > len(os.sched_getaffinity(0))
         self.spins = 0 if crowded else SPINS

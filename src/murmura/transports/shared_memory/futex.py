@@ -50,17 +50,17 @@ def wake(address: int) -> None:
     syscall(number, ctypes.c_void_p(address), _FUTEX_WAKE, 2**31 - 1, None, None, 0)
 
 
-def make_fence() -> Callable[[], object]:
+class Fence:
     """A full memory fence: releasing and retaking a lock held for life (the other way round is not a fence).
 
     One per channel: it must not be shared between threads that run at the same time.
     """
-    lock = threading.Lock()
-    lock.acquire()
-    release, acquire = lock.release, lock.acquire
 
-    def fence() -> None:
-        release()
-        acquire()
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        lock.acquire()
+        self.release, self.acquire = lock.release, lock.acquire
 
-    return fence
+    def __call__(self) -> None:
+        self.release()
+        self.acquire()

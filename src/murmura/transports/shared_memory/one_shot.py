@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
+from enum import Enum, auto
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,8 @@ import torch
 from torch import Tensor
 
 from murmura.collectives.reduction import HALVES, Reduction
-from murmura.transports.shared_memory.board import DIGEST, YIELDS, Board, digest_of, slot_bytes
+from murmura.transports.shared_memory import futex
+from murmura.transports.shared_memory.board import ASLEEP, DIGEST, ENTERED, YIELDS, Board, digest_of, slot_bytes
 from murmura.types import ReduceOp
 
 
@@ -31,64 +34,85 @@ def can_prepare(tensor: Tensor, world_size: int) -> bool:
     )
 
 
+class Outcome(Enum):
+    """How far a prepared call came on its own."""
+
+    DONE = auto()
+    ALONE = auto()  # a peer has not entered yet: sleep until all have, then `finish`
+    DISAGREED = auto()
+
+
 class OneShot:
     """The prepared all-reduce of whatever tensor of this shape and dtype lies at this address.
 
     It holds no reference to the tensor: it is looked up by address, shape and dtype of a tensor that is alive.
+    `fire(number)` runs collective `number`; `finish(number)` its last part, once all have entered.
     """
 
     def __init__(self, board: Board, tensor: Tensor, op: ReduceOp, call: str) -> None:
         self.call = call
-        self._board = board
-        self._digest = digest_of(call)
-        dtype, num_bytes = tensor.detach().numpy().dtype, tensor.nbytes
-        raw: Any = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(tensor.data_ptr()))
-        self._result: Any = raw.view(dtype)
-        self._source = memoryview(raw)
-        segment = board.segment
-        self._target = [
-            segment.memory[place : place + num_bytes]
-            for place in (board.slots[parity][board.rank] for parity in (0, 1))
-        ]
-        self._inputs: list[list[Any]] = [
-            [segment.bytes[place : place + num_bytes].view(dtype) for place in board.slots[parity]] for parity in (0, 1)
-        ]
-        self._reduce = Reduction(op, tensor.dtype, board.world_size, torch.device("cpu")).reduce
-        self._peers = [board.at[peer] for peer in board.peers]
+        self.fire, self.finish = _prepare(board, tensor, op, digest_of(call))
 
-    def publish(self, number: int) -> None:
-        """Bring this rank's input and enter collective `number`."""
-        board = self._board
+
+def _prepare(
+    board: Board, tensor: Tensor, op: ReduceOp, digest: int
+) -> tuple[Callable[[int], Outcome], Callable[[int], Outcome]]:
+    # Everything is a local variable of the two closures: attribute look-ups and method calls would double the time.
+    num_bytes, dtype = tensor.nbytes, tensor.detach().numpy().dtype
+    raw: Any = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(tensor.data_ptr()))
+    source, result = memoryview(raw), raw.view(dtype)
+    segment = board.segment
+    slots = [segment.memory[board.slots[parity][board.rank] :][:num_bytes] for parity in (0, 1)]
+    inputs: list[list[Any]] = [
+        [segment.bytes[place : place + num_bytes].view(dtype) for place in board.slots[parity]] for parity in (0, 1)
+    ]
+    reduction = Reduction(op, tensor.dtype, board.world_size, torch.device("cpu"))
+    words, own, own_digest = board.words, board.own + ENTERED, board.own + DIGEST
+    entered = [board.at[peer] + ENTERED for peer in board.peers]
+    their_digest = DIGEST - ENTERED
+    asleep = [board.at[peer] + ASLEEP for peer in board.peers]
+    spins, yields, sched_yield = range(board.spins), range(YIELDS), os.sched_yield
+    fence, wake_sleepers = board.fence, board.wake_sleepers
+    release, acquire = fence.release, fence.acquire
+    ordered = futex.ORDERED_STORES
+    done, alone, disagreed = Outcome.DONE, Outcome.ALONE, Outcome.DISAGREED
+    reduce = reduction.bound_reduce(inputs[0], inputs[1], result)
+
+    def fire(number: int) -> Outcome:
         parity = number & 1
-        self._target[parity][:] = self._source
-        board.words[board.own + DIGEST + parity] = self._digest
-        board.publish(0, number)
-
-    def arrived(self, number: int) -> bool:
-        """Spin, then yield, until all peers have entered; False if that took too long and the caller should sleep."""
-        board = self._board
-        words = board.words
-        for at in self._peers:
-            if words[at] >= number:
-                continue
-            for _ in range(board.spins):
-                if words[at] >= number:
-                    break
-            else:
-                for _ in range(YIELDS):
-                    os.sched_yield()
+        slots[parity][:] = source
+        words[own_digest + parity] = digest
+        if not ordered:
+            fence()
+        words[own] = number
+        release()
+        acquire()
+        for at in asleep:
+            if words[at]:
+                wake_sleepers()
+                break
+        for at in entered:
+            if words[at] < number:  # a peer is late
+                for _ in spins:
                     if words[at] >= number:
                         break
                 else:
-                    return False
-        return True
+                    for _ in yields:
+                        sched_yield()
+                        if words[at] >= number:
+                            break
+                    else:
+                        return alone
+        return finish(number)
 
-    def agreed(self, number: int) -> bool:
-        words, digest, word = self._board.words, self._digest, DIGEST + (number & 1)
-        for at in self._peers:  # noqa: SIM110 (a generator costs more than the loop)
-            if words[at + word] != digest:
-                return False
-        return True
+    def finish(number: int) -> Outcome:
+        parity = number & 1
+        if not ordered:
+            fence()
+        for at in entered:
+            if words[at + their_digest + parity] != digest:
+                return disagreed
+        reduce(parity)
+        return done
 
-    def reduce(self, number: int) -> None:
-        self._reduce(self._inputs[number & 1], self._result)
+    return fire, finish

@@ -1,0 +1,65 @@
+"""What a transport asks of its arguments before anything is sent, and how it writes them in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from murmura.errors import UsageError
+
+
+def check_rank(rank: int, world_size: int, what: str) -> None:
+    """Refuse a number that is no rank of the world; `what` is the argument's name."""
+    if not 0 <= rank < world_size:
+        raise UsageError(f"{what}={rank} is not a rank of this world: ranks go from 0 to {world_size - 1}.")
+
+
+def check_members(members: Sequence[int], world_size: int) -> None:
+    """Refuse a list of ranks that is no subgroup of the world."""
+    if not members or len(set(members)) != len(members):
+        raise UsageError(f"ranks={list(members)} must name at least one rank, and none twice.")
+    for member in members:
+        check_rank(member, world_size, "ranks")
+
+
+def check_dense(tensor: Tensor) -> None:
+    """Refuse a tensor without plain data."""
+    if tensor.layout is not torch.strided:
+        raise UsageError(f"a {tensor.layout} tensor cannot be exchanged; call .to_dense() first.")
+    if tensor.device.type == "meta":
+        raise UsageError("a tensor on the meta device has no data to exchange.")
+
+
+def check_writable(tensor: Tensor) -> None:
+    """Refuse a tensor that cannot be written element by element."""
+    check_dense(tensor)
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise UsageError("an expanded tensor holds one element many times and cannot be written; call .clone() first.")
+
+
+def check_list(tensors: Sequence[Tensor] | None, world_size: int, what: str) -> None:
+    """Refuse a list of tensors that does not have one for each rank."""
+    if tensors is None or len(tensors) != world_size:
+        count = "none" if tensors is None else len(tensors)
+        raise UsageError(f"{what} must hold one tensor for each of the {world_size} ranks, but holds {count}.")
+    for tensor in tensors:
+        check_dense(tensor)
+
+
+def describe(tensor: Tensor) -> str:
+    """Dtype and shape, the part of a call that ranks must agree on: "float32[3, 4]"."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def describe_rows(tensor: Tensor) -> str:
+    """The same where first dimensions may differ: "float32[*, 4]"."""
+    shape = ["*", *map(str, tensor.shape[1:])] if tensor.dim() else []
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(shape)}]"
+
+
+def store(flat: Tensor, target: Tensor) -> None:
+    """Bring the elements of a working copy back to the tensor it stands for, if it is a copy."""
+    if flat.data_ptr() != target.data_ptr() or not target.is_contiguous():
+        target.detach().copy_(flat.view(target.shape))

@@ -1,0 +1,106 @@
+"""The machinery under every transport: one order of operations, one failure, one deadline.
+
+`Transport` inherits it and adds the operations themselves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from murmura.errors import CollectiveMismatch, TransportClosed, TransportError
+from murmura.transports.failures import again
+from murmura.transports.order import Order
+
+
+class TransportCore(ABC):
+    """What a rank's end of a world is, before it can exchange anything."""
+
+    _stages_on_host = False
+    """Whether tensors of other devices go through host memory: a backend that only knows CPU memory says True."""
+
+    def __init__(
+        self, rank: int, world_size: int, *, hosts: Sequence[int] | None = None, timeout: float = 600.0, name: str = ""
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.hosts: Sequence[int] = tuple(hosts) if hosts is not None else (0,) * world_size
+        self.timeout = timeout
+        self.name = name or "world"
+        self._order = Order(f"{self.name}-rank{rank}")
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._operation = ""  # what runs now, for error messages
+        self._num_collectives = 0
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the world; peers that still wait for this rank get `PeerLost`. May be called again."""
+
+    def abort(self, error: BaseException) -> None:
+        """Poison the transport because of `error`, so that peers learn the cause before `close` ends it."""
+        if self._failure is None:
+            self._failure = error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abort(error)
+        self.close()
+
+    def _run(self, name: str, work: Callable[[], Any], async_op: bool) -> Any:
+        """Run one operation in its turn: inline, or in the communication thread if `async_op`."""
+
+        def turn() -> Any:
+            self._check_usable()
+            outermost = not self._operation
+            if outermost:
+                self._num_collectives += name != "exchange"
+                self._operation = name if name == "exchange" else f"{name} #{self._num_collectives}"
+            try:
+                return work()
+            except (TransportError, CollectiveMismatch, KeyboardInterrupt) as error:
+                self.abort(error)
+                raise
+            finally:
+                if outermost:
+                    self._operation = ""
+
+        if async_op:
+            return self._order.submit(f"{name} on rank {self.rank}", turn)
+        return self._order.run(turn)
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise again(self._failure) from self._failure
+        if self._closed:
+            raise TransportClosed(
+                f"rank {self.rank} closed this transport ({self.name}) before the call. Make a new one with connect().",
+                rank=self.rank,
+            )
+
+    def _seconds(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else timeout
+
+    def _flat(self, tensor: Tensor, *, load: bool) -> Tensor:
+        """A contiguous one-dimensional tensor of `tensor`'s elements where the backend can work: a view if possible.
+
+        Holds the values of `tensor` if `load`; `_store` brings them back.
+        """
+        tensor = tensor.detach()
+        if (self._stages_on_host and tensor.device.type != "cpu") or not tensor.is_contiguous():
+            device = torch.device("cpu") if self._stages_on_host else tensor.device
+            flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=device)
+            if load:
+                flat.view(tensor.shape).copy_(tensor)
+            return flat
+        return tensor.resolve_conj().resolve_neg().view(-1)
