@@ -49,7 +49,7 @@ SIGNATURES = {
     "Ticket.wait": "self, timeout=None",
     "Ticket.done": "self",
     "InProcessTransport.create_group": "n, *, hosts=None, timeout=600.0",
-    "ProcessGroupTransport": "process_group, *, check='best_effort'",
+    "ProcessGroupTransport": ("process_group, *, check='best_effort', store=None, timeout=600.0, roster=None, name=''"),
     "TracedTransport": "transport",
     "FaultyTransport": "transport, fault, *, rank, operation",
     "ThrottledTransport": "transport, bandwidth='100mbit', latency=0.0",
@@ -319,25 +319,3 @@ def test_the_hooks_of_an_algorithm_do_nothing_by_default() -> None:
     ]
     assert [hook() for hook in hooks] == [None] * len(hooks)
     assert impl.state_dict() == {}
-
-
-X = torch.zeros(2)
-COLLECTIVES = {
-    "reduce": given(X),
-    "all_gather": given(X),
-    "reduce_scatter": given(X),
-    "gather": given(X),
-    "scatter": given([X], out=X),
-    "all_to_all": given([X], [X]),
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name for name in COLLECTIVES if "not_built" in getattr(murmura.Transport, name).__code__.co_names],
-)
-def test_a_collective_that_is_not_built_says_so(name: str) -> None:
-    args, kwargs = COLLECTIVES[name]
-    (transport,) = murmura.InProcessTransport.create_group(1)
-    with transport, pytest.raises(murmura.UsageError, match=f"{name} is declared but not built"):
-        getattr(transport, name)(*args, **kwargs)

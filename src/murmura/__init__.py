@@ -55,13 +55,11 @@ from murmura.launch import run_world
 from murmura.recovery import Checkpointer as Checkpointer
 from murmura.transports.base import Transport
 from murmura.transports.connect import connect
-from murmura.transports.decorators import FaultyTransport as FaultyTransport
-from murmura.transports.decorators import ThrottledTransport as ThrottledTransport
-from murmura.transports.decorators import TracedTransport as TracedTransport
+from murmura.transports.decorators import FaultyTransport, ThrottledTransport, TracedTransport
 from murmura.transports.hierarchical import HierarchicalTransport as HierarchicalTransport
 from murmura.transports.in_process import InProcessTransport
 from murmura.transports.order import Ticket
-from murmura.transports.process_group import ProcessGroupTransport as ProcessGroupTransport
+from murmura.transports.process_group import ProcessGroupTransport
 from murmura.transports.shared_memory import SharedMemoryTransport
 from murmura.types import DistributedBackend, DistributedRole, ReduceOp, TransportKind
 
@@ -74,16 +72,20 @@ __all__ = [
     "DistributedConfig",
     "DistributedRole",
     "DistributedTrainConfig",
+    "FaultyTransport",
     "InProcessTransport",
     "MurmuraError",
     "NonFiniteGradient",
     "PeerLost",
     "PeerTimeout",
+    "ProcessGroupTransport",
     "ReduceOp",
     "RendezvousError",
     "ReplicaDivergence",
     "SharedMemoryTransport",
+    "ThrottledTransport",
     "Ticket",
+    "TracedTransport",
     "Transport",
     "TransportClosed",
     "TransportError",

@@ -6,9 +6,9 @@ the edge, through `parse`, which names the known values when it meets an unknown
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ __all__ = [
     "PeerSelection",
     "PointToPoint",
     "ReduceOp",
+    "Streaming",
     "TransportKind",
     "parse",
 ]
@@ -118,3 +119,14 @@ class PointToPoint(Protocol):
         *,
         timeout: float | None = None,
     ) -> object: ...
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """A transport that hands over a long message in parts, so that they can be worked on while the rest travels."""
+
+    def stream(
+        self, outgoing: Tensor, dst: int, incoming: Tensor, src: int, *, timeout: float | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """Exchange two flat tensors; yield the bounds of each part of `incoming` when it has come, in order."""
+        ...

@@ -7,13 +7,14 @@ takes a contiguous one-dimensional tensor and works in place; `timeout` bounds t
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from murmura.collectives.chunks import chunk_bounds, is_small
 from murmura.collectives.reduction import Reduction, check_reducible
-from murmura.types import PointToPoint, ReduceOp
+from murmura.types import PointToPoint, ReduceOp, Streaming
 
 
 class Deadline:
@@ -62,8 +63,19 @@ def _reduce_round_the_ring(ranks: PointToPoint, flat: Tensor, reduction: Reducti
     for step in range(size - 1):
         outgoing, own = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
         incoming = buffer[: own.numel()]
-        ranks.exchange([(outgoing, right)], [(incoming, left)], timeout=deadline.left())
-        reduction.combine(reduction.array(incoming), reduction.array(own), last=step == size - 2)
+        for start, stop in _stream(ranks, outgoing, right, incoming, left, deadline):
+            arrived, mine = reduction.array(incoming[start:stop]), reduction.array(own[start:stop])
+            reduction.combine(arrived, mine, last=step == size - 2)
+
+
+def _stream(
+    ranks: PointToPoint, outgoing: Tensor, right: int, incoming: Tensor, left: int, deadline: Deadline
+) -> Iterable[tuple[int, int]]:
+    """Exchange with both neighbours; yield the bounds of what has come, in parts where the transport can."""
+    if isinstance(ranks, Streaming):
+        return ranks.stream(outgoing, right, incoming, left, timeout=deadline.left())
+    ranks.exchange([(outgoing, right)], [(incoming, left)], timeout=deadline.left())
+    return [(0, incoming.numel())]
 
 
 def _gather_round_the_ring(ranks: PointToPoint, flat: Tensor, deadline: Deadline) -> None:

@@ -10,8 +10,10 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -24,7 +26,11 @@ import torch
 
 from murmura.errors import MurmuraError, PeerLost, UsageError
 from murmura.launch.outcomes import Outcome, as_raised, root_cause, stuck
+from murmura.transports.base import Transport
+from murmura.transports.process_group import ProcessGroupTransport
+from murmura.transports.rendezvous import file_store
 from murmura.transports.shared_memory import SharedMemoryTransport
+from murmura.types import TransportKind
 
 LAST_WORDS_SECONDS = 5.0  # for the other ranks to say what the end of one of them meant to them
 INTERRUPTED = 130  # exit status of a rank that was interrupted, as a shell gives it
@@ -41,10 +47,17 @@ class _Birth:
     hosts: Sequence[int] | None
     timeout: float
     num_threads: int
+    transport: TransportKind
+    store_file: str  # where ranks of a process group meet
 
 
 def run_processes(
-    fn: Callable[..., Any], world_size: int, args: Sequence[Any], hosts: Sequence[int] | None, timeout: float
+    fn: Callable[..., Any],
+    world_size: int,
+    args: Sequence[Any],
+    hosts: Sequence[int] | None,
+    timeout: float,
+    transport: TransportKind = TransportKind.SHARED_MEMORY,
 ) -> list[Any]:
     """See `run_world`."""
     work = _pickle_work(fn, args)
@@ -55,10 +68,12 @@ def run_processes(
     processes: list[Any] = []
     pipes: dict[Any, int] = {}
     outcomes: list[Outcome] = []
+    folder = tempfile.mkdtemp(prefix="murmura-") if transport is not TransportKind.SHARED_MEMORY else ""
+    store_file = os.path.join(folder, "store")
     try:
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            birth = _Birth(rank, world_size, job, work, hosts, timeout, num_threads)
+            birth = _Birth(rank, world_size, job, work, hosts, timeout, num_threads, transport, store_file)
             process = context.Process(target=_live, args=(birth, theirs), name=f"murmura-rank{rank}", daemon=True)
             _start(process)
             theirs.close()
@@ -78,6 +93,8 @@ def run_processes(
         _end(processes)
         for pipe in pipes:
             pipe.close()
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _pickle_work(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
@@ -192,10 +209,7 @@ def _live(birth: _Birth, pipe: Any) -> None:
 def _work(birth: _Birth) -> bytes:
     try:
         fn, args = _unpickle_work(birth.work)
-        transport = SharedMemoryTransport.join(
-            birth.job, birth.rank, birth.world_size, hosts=birth.hosts, timeout=birth.timeout
-        )
-        with transport:
+        with _join(birth) as transport:
             result = fn(transport, *args)
     except KeyboardInterrupt:
         raise
@@ -205,6 +219,20 @@ def _work(birth: _Birth) -> bytes:
         return pickle.dumps((result, None, ""))
     except Exception as error:  # whatever a result's own pickling raises
         return _pickle_error(UsageError(f"the result of rank {birth.rank} cannot be pickled: {error}"))
+
+
+def _join(birth: _Birth) -> Transport:
+    rank, size = birth.rank, birth.world_size
+    if birth.transport is TransportKind.SHARED_MEMORY:
+        return SharedMemoryTransport.join(birth.job, rank, size, hosts=birth.hosts, timeout=birth.timeout)
+    return ProcessGroupTransport.join(
+        file_store(birth.store_file, size),
+        rank,
+        size,
+        backend=birth.transport,
+        hosts=birth.hosts,
+        timeout=birth.timeout,
+    )
 
 
 def _unpickle_work(work: bytes) -> Any:

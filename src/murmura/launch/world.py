@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
-from murmura.errors import ConfigError, not_built
+from murmura.errors import ConfigError
 from murmura.launch.processes import run_processes
 from murmura.launch.threads import run_threads
 from murmura.types import TransportKind, parse
@@ -21,7 +21,10 @@ class WorldKind(StrEnum):
     PROCESSES = "processes"
 
 
-_NATURAL = {WorldKind.THREADS: TransportKind.IN_PROCESS, WorldKind.PROCESSES: TransportKind.SHARED_MEMORY}
+_LEGAL = {
+    WorldKind.THREADS: (TransportKind.IN_PROCESS,),
+    WorldKind.PROCESSES: (TransportKind.SHARED_MEMORY, TransportKind.GLOO, TransportKind.NCCL),
+}
 
 
 def run_world(
@@ -43,18 +46,21 @@ def run_world(
     in the message. A rank that has not ended `timeout` seconds after the last of the others is killed and named.
 
     Args:
+        transport: with processes, "shared_memory" (the default), "gloo" or "nccl".
         hosts: on which host each rank pretends to be, by rank: ``[0, 0, 1, 1]``.
         timeout: the deadline of each wait, 600 seconds if not given.
     """
     world = parse(WorldKind, kind, "kind")
-    chosen = parse(TransportKind, transport or TransportKind.AUTO, "transport")
-    if chosen not in (TransportKind.AUTO, _NATURAL[world]):
-        if chosen in _NATURAL.values():
-            raise ConfigError(f"transport={transport!r} does not join {kind}. Leave it out, or take another kind.")
-        not_built(f"run_world with transport={transport!r}")
+    legal = _LEGAL[world]
+    chosen = legal[0] if transport is None else parse(TransportKind, transport, "transport")
+    if chosen not in legal:
+        choices = " or ".join(repr(str(each)) for each in legal)
+        raise ConfigError(f"transport='{chosen}' does not join {kind}. With kind='{kind}' take {choices}.")
     if world_size < 1:
         raise ConfigError(f"world_size={world_size}: a world has at least one rank.")
     if timeout is not None and not timeout > 0:
         raise ConfigError(f"timeout={timeout}: give the seconds any wait may last.")
-    run = run_threads if world is WorldKind.THREADS else run_processes
-    return run(fn, world_size, args, hosts, 600.0 if timeout is None else timeout)
+    seconds = 600.0 if timeout is None else timeout
+    if world is WorldKind.THREADS:
+        return run_threads(fn, world_size, args, hosts, seconds)
+    return run_processes(fn, world_size, args, hosts, seconds, chosen)

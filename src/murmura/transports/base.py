@@ -183,7 +183,7 @@ class Transport(TransportCore):
             self._agree(f"reduce({op}, dst={dst}) of {describe(tensor)}", timeout)
             flat = self._flat(tensor, load=True)
             if self.world_size > 1:
-                gather.reduce(self, flat, dst, op, timeout=self._seconds(timeout))
+                self._reduce(flat, dst, op, timeout)
             if self.rank == dst:
                 store(flat, tensor)
             return tensor
@@ -208,9 +208,8 @@ class Transport(TransportCore):
         def work() -> Tensor:
             self._agree(f"reduce_scatter({op}) of {describe(tensor)}", timeout)
             flat = self._flat(tensor, load=True)
-            if self.world_size == 1:
-                return flat.clone().to(tensor.device)
-            return gather.reduce_scatter(self, flat, op, timeout=self._seconds(timeout)).to(tensor.device)
+            chunk = flat.clone() if self.world_size == 1 else self._reduce_scatter(flat, op, timeout)
+            return chunk.to(tensor.device)
 
         return self._run("reduce_scatter", work, async_op)  # type: ignore[no-any-return]
 
@@ -222,7 +221,7 @@ class Transport(TransportCore):
 
         def work() -> list[Tensor]:
             self._agree(f"all_gather() of {describe_rows(tensor)}", timeout)
-            return gather.all_gather(self, tensor.detach().contiguous(), timeout=self._seconds(timeout))
+            return self._all_gather(tensor.detach().contiguous(), timeout)
 
         return self._run("all_gather", work, async_op)  # type: ignore[no-any-return]
 
@@ -298,18 +297,30 @@ class Transport(TransportCore):
     # For backends
 
     def _all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
+        self._agree("all_reduce" + call, timeout)
         if flat_out is not flat_in:
             flat_out.copy_(flat_in)
         ring.all_reduce(self, flat_out, op, timeout=self._seconds(timeout))
 
     def _broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
+        self._agree("broadcast" + call, timeout)
         ring.broadcast(self, flat, src, timeout=self._seconds(timeout))
 
     def _agree(self, call: str, timeout: float | None) -> None:
         """Raise `CollectiveMismatch` if the ranks called something else; here, where a backend cannot tell, do not."""
         return
 
+    def _reduce(self, flat: Tensor, dst: int, op: ReduceOp, timeout: float | None) -> None:
+        gather.reduce(self, flat, dst, op, timeout=self._seconds(timeout))
+
+    def _reduce_scatter(self, flat: Tensor, op: ReduceOp, timeout: float | None) -> Tensor:
+        return gather.reduce_scatter(self, flat, op, timeout=self._seconds(timeout))
+
+    def _all_gather(self, tensor: Tensor, timeout: float | None) -> list[Tensor]:
+        return gather.all_gather(self, tensor, timeout=self._seconds(timeout))
+
     def _barrier(self, timeout: float | None) -> None:
+        self._agree("barrier()", timeout)
         ring.barrier(self, timeout=self._seconds(timeout))
 
     def _check_pairs(self, sends: Pairs, recvs: Pairs) -> None:

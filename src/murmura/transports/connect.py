@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from murmura.config import DistributedConfig
-from murmura.errors import ConfigError, not_built
+from murmura.errors import ConfigError
 from murmura.transports.base import Transport
 from murmura.transports.in_process import InProcessTransport
+from murmura.transports.process_group import ProcessGroupTransport
+from murmura.transports.rendezvous import open_store, under
 from murmura.transports.shared_memory import SharedMemoryTransport
-from murmura.types import TransportKind
+from murmura.types import DistributedBackend, TransportKind
 
 __all__ = ["connect"]
 
@@ -17,7 +19,8 @@ _LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
 def connect(config: DistributedConfig | None = None) -> Transport:
     """The transport of this rank, once all ranks have met; by default as the environment says.
 
-    A world of one needs nothing. Several processes on one host share memory and open no port.
+    A world of one needs nothing. Several processes on one host share memory and open no port. Ranks on several hosts
+    meet at `coordinator_addr` and talk through a process group: NCCL where they compute on CUDA, else Gloo.
     """
     config = DistributedConfig.from_env() if config is None else config
     kind = _choose(config) if config.transport is TransportKind.AUTO else config.transport
@@ -29,8 +32,12 @@ def connect(config: DistributedConfig | None = None) -> Transport:
                 "InProcessTransport.create_group for threads, or transport='shared_memory' for processes."
             )
         return InProcessTransport.create_group(1, timeout=config.timeout)[0]
-    if kind is not TransportKind.SHARED_MEMORY:
-        not_built(f"connect() with transport='{kind}', for ranks on several hosts,")
+    if kind in (TransportKind.GLOO, TransportKind.NCCL):
+        return _join_process_group(config, kind)
+    if kind is TransportKind.HIERARCHICAL:
+        raise ConfigError(
+            "transport='hierarchical' is not built in this version; 'gloo' and 'nccl' join ranks on several hosts."
+        )
     if not _on_one_host(config):
         raise ConfigError(
             f"transport='shared_memory' joins the processes of one host, but only {config.local_world_size} of the "
@@ -40,10 +47,21 @@ def connect(config: DistributedConfig | None = None) -> Transport:
     return SharedMemoryTransport.join(job, config.rank, config.world_size, timeout=config.timeout)
 
 
+def _join_process_group(config: DistributedConfig, kind: TransportKind) -> Transport:
+    if not config.coordinator_addr:
+        raise ConfigError(f"transport='{kind}' needs coordinator_addr, the host:port where rank 0 can be reached.")
+    rank, size = config.rank, config.world_size
+    store = open_store(config.coordinator_host, config.coordinator_port, rank, size, config.timeout)
+    job = under(store, f"murmura/{config.job_id or ''}")
+    return ProcessGroupTransport.join(job, rank, size, backend=kind, timeout=config.timeout)
+
+
 def _choose(config: DistributedConfig) -> TransportKind:
     if config.world_size == 1:
         return TransportKind.IN_PROCESS
-    return TransportKind.SHARED_MEMORY if _on_one_host(config) else TransportKind.GLOO
+    if _on_one_host(config):
+        return TransportKind.SHARED_MEMORY
+    return TransportKind.NCCL if config.backend is DistributedBackend.CUDA else TransportKind.GLOO
 
 
 def _on_one_host(config: DistributedConfig) -> bool:

@@ -13,9 +13,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from murmura.errors import CollectiveMismatch, TransportClosed, TransportError
+from murmura.errors import TransportClosed
 from murmura.transports.failures import again
-from murmura.transports.order import Order
+from murmura.transports.order import Order, Ticket
 
 
 class TransportCore(ABC):
@@ -59,25 +59,36 @@ class TransportCore(ABC):
 
     def _run(self, name: str, work: Callable[[], Any], async_op: bool) -> Any:
         """Run one operation in its turn: inline, or in the communication thread if `async_op`."""
+        if async_op:
+            return self._submit(name, work)
+        return self._order.run(lambda: self._turn(name, work))
+
+    def _submit(self, name: str, work: Callable[[], Any]) -> Ticket:
+        """Queue one operation for the communication thread, where it works on the caller's CUDA stream."""
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return self._order.submit(f"{name} on rank {self.rank}", lambda: self._turn(name, work))
+        stream = torch.cuda.current_stream()
 
         def turn() -> Any:
-            self._check_usable()
-            outermost = not self._operation
-            if outermost:
-                self._num_collectives += name != "exchange"
-                self._operation = name if name == "exchange" else f"{name} #{self._num_collectives}"
-            try:
-                return work()
-            except (TransportError, CollectiveMismatch, KeyboardInterrupt) as error:
-                self.abort(error)
-                raise
-            finally:
-                if outermost:
-                    self._operation = ""
+            with torch.cuda.stream(stream):
+                return self._turn(name, work)
 
-        if async_op:
-            return self._order.submit(f"{name} on rank {self.rank}", turn)
-        return self._order.run(turn)
+        return self._order.submit(f"{name} on rank {self.rank}", turn)
+
+    def _turn(self, name: str, work: Callable[[], Any]) -> Any:
+        self._check_usable()
+        outermost = not self._operation
+        if outermost:
+            self._num_collectives += name != "exchange"
+            self._operation = name if name == "exchange" else f"{name} #{self._num_collectives}"
+        try:
+            return work()
+        except BaseException as error:  # whatever it was, this rank is now out of step with the others
+            self.abort(error)
+            raise
+        finally:
+            if outermost:
+                self._operation = ""
 
     def _check_usable(self) -> None:
         if self._failure is not None:
@@ -94,7 +105,7 @@ class TransportCore(ABC):
     def _flat(self, tensor: Tensor, *, load: bool) -> Tensor:
         """A contiguous one-dimensional tensor of `tensor`'s elements where the backend can work: a view if possible.
 
-        Holds the values of `tensor` if `load`; `_store` brings them back.
+        Holds the values of `tensor` if `load`; `store` brings them back.
         """
         tensor = tensor.detach()
         if (self._stages_on_host and tensor.device.type != "cpu") or not tensor.is_contiguous():

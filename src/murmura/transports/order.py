@@ -45,6 +45,10 @@ class Ticket:
             raise self._error
         return self._result
 
+    def await_end(self, seconds: float) -> bool:
+        """Block for at most `seconds`; whether the operation has ended. Raises nothing."""
+        return self._finished.wait(seconds)
+
     def finish(self, result: Any) -> None:
         self._result = result
         self._finished.set()

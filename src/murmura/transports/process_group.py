@@ -1,21 +1,362 @@
-"""A transport over a process group of torch.distributed: Gloo, NCCL, or any backend registered there."""
+"""ProcessGroupTransport: ranks anywhere, over a torch.distributed process group (Gloo, NCCL, or any other).
+
+The group is built on a store and is never the default one, so it lives beside the user's own. What the group can
+do, it does; the rest is built on `exchange`. Its failures are translated: who, in which operation, and why.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any
 
-from murmura.errors import not_built
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from murmura.collectives import ring
+from murmura.errors import PeerTimeout, TransportError, UsageError
+from murmura.transports import agreement
+from murmura.transports.base import Pairs, Transport
+from murmura.transports.checks import check_members, describe
+from murmura.transports.checks import store as bring_back
+from murmura.transports.failures import Departure, Patience, mismatch, peer_lost, peer_timeout
+from murmura.transports.host import Liveness
+from murmura.transports.order import Ticket
+from murmura.transports.rendezvous import Diary, Roster, Store, sign_in, under
+from murmura.types import ReduceOp, parse
+
+__all__ = ["ProcessGroupTransport"]
 
 
-class ProcessGroupTransport:
-    """Runs on `process_group`, which stays the caller's.
+class Check(StrEnum):
+    """When ranks compare what they call."""
 
-    `check="always"` compares what the ranks call before each operation, for one round trip; "best_effort"
-    finds out who called what after a time-out.
+    BEST_EFFORT = "best_effort"  # after a time-out, as far as the store can tell
+    ALWAYS = "always"  # before every operation, for a round trip
+
+
+_OPS: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MEAN: dist.ReduceOp.SUM,  # then divided: not every group has a mean
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+_NATIVE_DTYPES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64
+)  # fmt: skip
+
+_PART_BYTES = 2**20
+
+
+class ProcessGroupTransport(Transport):
+    """One rank of a process group; made from a group that exists, or by `join` from a store.
+
+    `check="always"` compares the ranks' calls before every operation. `store`, if the group's own cannot be asked
+    for, is what ranks leave word in when they fail; without one a failure has no name, and `split` is refused.
     """
 
-    def __init__(self, process_group: ProcessGroup, *, check: str = "best_effort") -> None:
-        not_built("murmura.ProcessGroupTransport")
+    def __init__(
+        self,
+        process_group: Any,
+        *,
+        check: str = "best_effort",
+        store: Store | None = None,
+        timeout: float = 600.0,
+        roster: Roster | None = None,
+        name: str = "",
+    ) -> None:
+        rank, world_size = process_group.rank(), process_group.size()
+        super().__init__(rank, world_size, hosts=roster.hosts if roster else None, timeout=timeout, name=name)
+        self.check = parse(Check, check, "check")
+        self._group = process_group
+        self._backend = str(process_group.name()).lower()
+        self._on_cuda = "nccl" in self._backend
+        self._stages_on_host = not self._on_cuda
+        if store is None and hasattr(process_group, "get_group_store"):
+            store = under(process_group.get_group_store(), "murmura")
+        self._store = store
+        if roster is None and store is not None:
+            roster = sign_in(store, rank, world_size, timeout)
+            self.hosts = roster.hosts
+        self._liveness = Liveness(roster.pids if roster else {})
+        self._diary = Diary(store, rank, world_size, self._liveness) if store is not None else None
+        self._owns_group = False
+        self._splits: list[ProcessGroupTransport] = []
+        self._split_counts: dict[Any, int] = {}
+        self._call = ""  # in words, of the collective under way
+
+    @classmethod
+    def join(
+        cls,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        backend: str = "gloo",
+        check: str = "best_effort",
+        timeout: float = 600.0,
+        hosts: Sequence[int] | None = None,
+        name: str = "",
+    ) -> ProcessGroupTransport:
+        """Build a process group of one's own on `store`; every rank calls it with the same store.
+
+        `hosts` pretends that ranks are on several hosts.
+        """
+        roster = sign_in(store, rank, world_size, timeout)
+        group = _build_group(under(store, "group"), rank, world_size, backend, timeout, roster)
+        transport = cls(group, check=check, store=store, timeout=timeout, roster=roster, name=name)
+        transport._owns_group = True
+        if hosts is not None:
+            transport.hosts = tuple(hosts)
+        return transport
+
+    # Transport's contract
+
+    def exchange(
+        self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
+    ) -> Ticket | None:
+        self._check_pairs(sends, recvs)
+        outermost = not self._operation
+
+        def work() -> None:
+            outgoing = [(self._flat(tensor, load=True), dst) for tensor, dst in sends]
+            incoming = [(self._flat(out, load=False), src) for out, src in recvs]
+            if outermost:
+                self._call = "exchange: " + ", ".join(
+                    [f"send(dst={dst}) of {describe(tensor)}" for tensor, dst in sends]
+                    + [f"recv(src={src}) of {describe(out)}" for out, src in recvs]
+                )
+                if self.check is Check.ALWAYS:
+                    agreement.on_exchange(self._move, sends, recvs, self.rank, self._seconds(timeout))
+            self._move(outgoing, incoming, self._seconds(timeout))
+            for (flat, _), (out, _) in zip(incoming, recvs, strict=True):
+                bring_back(flat, out)
+
+        return self._run("exchange", work, async_op)  # type: ignore[no-any-return]
+
+    def split(self, name: str, ranks: Sequence[int] | None = None) -> ProcessGroupTransport | None:
+        members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
+        check_members(members, self.world_size)
+        self._check_usable()
+        if self.rank not in members:
+            return None
+        if self._store is None:
+            raise UsageError(
+                "this process group does not give its store, so no channel can be split off. "
+                "Pass it: ProcessGroupTransport(group, store=store), or make the transport with join() or connect()."
+            )
+        # The k-th split of a name is one channel on every member, whatever else they split in between.
+        ordinal = self._split_counts[name, members] = self._split_counts.get((name, members), 0) + 1
+        label = f"split/{name}/{'-'.join(map(str, members))}/{ordinal}"
+        split = ProcessGroupTransport.join(
+            under(self._store, label),
+            members.index(self.rank),
+            len(members),
+            backend=self._backend,
+            check=self.check,
+            timeout=self.timeout,
+            hosts=[self.hosts[member] for member in members],
+            name=f"{self.name}/{name}",
+        )
+        self._splits.append(split)
+        return split
+
+    def abort(self, error: BaseException) -> None:
+        if self._failure is None:
+            super().abort(error)
+            if self._diary is not None:
+                self._diary.depart(Departure.of(error))
+            for split in self._splits:
+                split.abort(TransportError(f"{type(error).__name__}: {error}"))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for split in self._splits:
+            split.close()
+        if self._diary is not None and self._failure is None:
+            self._diary.depart(Departure())
+        if self._owns_group and not self._order.idle:
+            self._group.abort()  # what still waits in the communication thread will wait no more
+        self._order.close()
+        if self._owns_group:
+            self._group.shutdown()
+        self._group = None
+        self._liveness.close()
+
+    # Collectives the group has itself
+
+    def _all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
+        self._agree("all_reduce" + call, timeout)
+        if flat_out is not flat_in:
+            flat_out.copy_(flat_in)
+        if flat_out.dtype not in _NATIVE_DTYPES:
+            ring.all_reduce(self, flat_out, op, timeout=self._seconds(timeout))
+            return
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        self._await(lambda limit: self._group.allreduce([flat_out], _limited(options, limit)), timeout)
+        if op is ReduceOp.MEAN:
+            flat_out.div_(self.world_size)
+
+    def _broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
+        self._agree("broadcast" + call, timeout)
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        raw = flat.view(torch.uint8)
+        self._await(lambda limit: self._group.broadcast([raw], _limited(options, limit)), timeout)
+
+    def _barrier(self, timeout: float | None) -> None:
+        self._agree("barrier()", timeout)
+        token = torch.zeros(1, device="cuda" if self._on_cuda else "cpu")
+        options = dist.AllreduceOptions()
+        self._await(lambda limit: self._group.allreduce([token], _limited(options, limit)), timeout)
+
+    def _agree(self, call: str, timeout: float | None) -> None:
+        self._call = call
+        if self.check is Check.ALWAYS and self.world_size > 1:
+            agreement.on_collective(
+                self._move, call, self.rank, self.world_size, self._operation, self._seconds(timeout)
+            )
+
+    # Waiting and failing
+
+    def _run(self, name: str, work: Callable[[], Any], async_op: bool) -> Any:
+        # A wait inside torch cannot be interrupted, so it happens in the communication thread while this one waits for
+        # the ticket. CUDA groups only enqueue, and so need neither.
+        if async_op or self._on_cuda or self._order.in_thread():
+            return super()._run(name, work, async_op)
+        ticket = self._submit(name, work)
+        patience = Patience(self.rank, name, float("inf"))
+        try:
+            while not ticket.await_end(1.0):
+                patience.check([peer for peer in range(self.world_size) if peer != self.rank])
+            return ticket.wait()
+        except KeyboardInterrupt as interrupt:
+            self.abort(interrupt)
+            if self._owns_group:
+                self._group.abort()
+            raise
+
+    def _move(self, sends: Pairs, recvs: Pairs, timeout: float) -> None:
+        """Exchange flat tensors as bytes; receives are posted first (on Gloo that is twice as fast)."""
+
+        def start(limit: timedelta) -> Any:
+            if self._on_cuda:
+                return self._start_coalesced(sends, recvs)
+            works = [self._group.recv([out.view(torch.uint8)], src, 0) for out, src in recvs]
+            works += [self._group.send([tensor.view(torch.uint8)], dst, 0) for tensor, dst in sends]
+            return works
+
+        self._await(start, timeout)
+
+    def stream(
+        self, outgoing: Tensor, dst: int, incoming: Tensor, src: int, *, timeout: float | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """See `Streaming`. For collectives only: it runs inside the operation under way."""
+        if self._on_cuda:  # a stream of the device keeps the order; nothing is gained by parts
+            self._move([(outgoing, dst)], [(incoming, src)], self._seconds(timeout))
+            yield 0, incoming.numel()
+            return
+        began = time.monotonic()
+        deadline = began + self._seconds(timeout)
+        step = max(1, _PART_BYTES // outgoing.element_size())
+        parts = [(start, min(start + step, incoming.numel())) for start in range(0, incoming.numel(), step)]
+        with self._translated(began):
+            receives = [self._group.recv([incoming[start:stop].view(torch.uint8)], src, 0) for start, stop in parts]
+            sends = [
+                self._group.send([outgoing[start : start + step].view(torch.uint8)], dst, 0)
+                for start in range(0, outgoing.numel(), step)
+            ]
+            for work, bounds in zip(receives, parts, strict=True):
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                yield bounds
+            for work in sends:
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+    def _start_coalesced(self, sends: Pairs, recvs: Pairs) -> Any:
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._group._start_coalescing(device)
+        for out, src in recvs:
+            self._group.recv([out.view(torch.uint8)], src, 0)
+        for tensor, dst in sends:
+            self._group.send([tensor.view(torch.uint8)], dst, 0)
+        return self._group._end_coalescing(device)
+
+    def _await(self, start: Callable[[timedelta], Any], timeout: float | None) -> None:
+        """Start works of the group and wait for all of them; their failure becomes one of ours."""
+        seconds = self._seconds(timeout)
+        began = time.monotonic()
+        with self._translated(began):
+            works = start(timedelta(seconds=seconds))
+            for work in works if isinstance(works, list) else [works]:
+                work.wait(timedelta(seconds=max(0.001, began + seconds - time.monotonic())))
+
+    @contextlib.contextmanager
+    def _translated(self, began: float) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if self._closed:
+                raise
+            raise self._explain(error, time.monotonic() - began) from error
+
+    def _explain(self, error: Exception, waited: float) -> Exception:
+        """The error of ours that a failure of the group amounts to."""
+        operation = self._operation or "an operation"
+        timed_out = "imed out" in str(error) or "imeout" in str(error)
+        if self._diary is None:
+            kind = PeerTimeout if timed_out else TransportError
+            return kind(
+                f"rank {self.rank}: {operation} failed after {waited:.1f} s: {error} "
+                "Which rank is at fault cannot be told, for this process group does not give its store.",
+                rank=self.rank,
+                operation=operation,
+            )
+        departed, dead, calls = self._diary.explain(self._call)
+        first_hand = {peer: each for peer, each in departed.items() if each.culprit is None} or departed
+        for peer in dead:
+            if peer not in first_hand:
+                return peer_lost(self.rank, peer, operation, "died: it was killed, or exited without closing")
+        for peer, departure in first_hand.items():
+            return departure.as_error(self.rank, peer, operation)
+        silent = [peer for peer in range(self.world_size) if peer != self.rank and peer not in calls]
+        if silent and timed_out:
+            return peer_timeout(self.rank, silent, operation, waited)
+        if silent:
+            return peer_lost(self.rank, silent[0], operation, f"does not answer (torch says: {error})")
+        if any(call != self._call for call in calls.values()):
+            return mismatch(self.rank, operation, {**calls, self.rank: self._call})
+        others = sorted(calls)
+        return peer_timeout(self.rank, others, operation, waited, "They wait too: is the network between the ranks up?")
+
+
+def _limited(options: Any, limit: timedelta) -> Any:
+    options.timeout = limit
+    return options
+
+
+def _build_group(store: Store, rank: int, world_size: int, backend: str, timeout: float, roster: Roster) -> Any:
+    limit = timedelta(seconds=timeout)
+    if backend == "gloo":
+        if len(set(roster.hosts)) > 1:
+            return dist.ProcessGroupGloo(store, rank, world_size, limit)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = limit
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        return gloo(store, rank, world_size, options)
+    if backend == "nccl":
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, world_size, nccl)
+    raise UsageError(
+        f"murmura builds gloo and nccl groups, not {backend!r}. Build it yourself and hand it over: "
+        "ProcessGroupTransport(group, store=store)."
+    )

@@ -1,0 +1,98 @@
+"""ThrottledTransport: the link of a slow network, on the real clock.
+
+Each rank has one link, full duplex: what it sends shares the link's rate in one direction, what it receives in the
+other. An exchange takes latency + max(bytes sent, bytes received) / rate, from when both sides have come to it; a
+collective is a ring or a tree of such exchanges, so its time is the formula's.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from murmura.errors import ConfigError, TransportClosed
+from murmura.transports.base import Pairs, Transport
+from murmura.transports.order import Ticket
+
+__all__ = ["ThrottledTransport", "parse_rate"]
+
+_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+
+def parse_rate(rate: str) -> float:
+    """Bytes per second of "100mbit", "1gbit", "2.5gbit"."""
+    parts = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(k|m|g)?bit", rate.strip().lower())
+    if parts is None or float(parts[1]) == 0:
+        raise ConfigError(f"bandwidth={rate!r}: write bits per second as '100mbit', '1gbit' or '2.5gbit'.")
+    return float(parts[1]) * _UNITS[f"{parts[2] or ''}bit"] / 8
+
+
+class ThrottledTransport(Transport):
+    """`transport` behind a link of `bandwidth` and `latency` seconds. Closing it closes the transport inside."""
+
+    def __init__(self, transport: Transport, bandwidth: str = "100mbit", latency: float = 0.0) -> None:
+        if not latency >= 0:
+            raise ConfigError(f"latency={latency}: give seconds, 0 or more.")
+        super().__init__(
+            transport.rank,
+            transport.world_size,
+            hosts=transport.hosts,
+            timeout=transport.timeout,
+            name=f"ThrottledTransport({transport.name})",
+        )
+        self.inner = transport
+        self.bytes_per_second = parse_rate(bandwidth)
+        self.sent_bytes = 0
+        self._bandwidth, self._latency = bandwidth, latency
+        self._ended = threading.Event()
+
+    def exchange(
+        self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
+    ) -> Ticket | None:
+        self._check_pairs(sends, recvs)
+        sent = sum(tensor.nbytes for tensor, _ in sends)
+        received = sum(out.nbytes for out, _ in recvs)
+
+        def work() -> None:
+            self.inner.exchange(sends, recvs, timeout=timeout)
+            met = time.monotonic()
+            self.sent_bytes += sent
+            self._pass_time(met + self._latency + max(sent, received) / self.bytes_per_second)
+
+        return self._run("exchange", work, async_op)  # type: ignore[no-any-return]
+
+    def split(self, name: str, ranks: Sequence[int] | None = None) -> ThrottledTransport | None:
+        split = self.inner.split(name, ranks)
+        return None if split is None else ThrottledTransport(split, self._bandwidth, self._latency)
+
+    def abort(self, error: BaseException) -> None:
+        super().abort(error)
+        self.inner.abort(error)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._ended.set()
+        self.inner.close()
+        self._order.close()
+
+    def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+        return self.inner.allocate(numel, dtype, device)
+
+    def _agree(self, call: str, timeout: float | None) -> None:
+        # Comparing calls is the business of the transport inside, and costs nothing on the link.
+        name = self._operation.partition(" ")[0]
+        self.inner._run(name, lambda: self.inner._agree(call, timeout), False)
+
+    def _pass_time(self, until: float) -> None:
+        while (left := until - time.monotonic()) > 0:
+            if self._ended.wait(left):
+                raise TransportClosed(
+                    f"rank {self.rank} closed the transport during {self._operation}.", rank=self.rank
+                )

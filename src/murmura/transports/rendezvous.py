@@ -1,0 +1,132 @@
+"""Where ranks on several hosts meet: a torch.distributed store, in which each says who and where it is.
+
+The store also keeps what a rank has to say at its end, so that a broken connection gets a name and a reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+
+from murmura.errors import RendezvousError
+from murmura.transports.failures import Departure
+from murmura.transports.host import Liveness, host_identity, number_hosts
+
+Store: TypeAlias = Any  # torch.distributed.Store, whose type torch does not export
+
+POLL_SECONDS = 0.01
+ROLL_CALL_SECONDS = 2.0  # how long a rank that met a failure waits for the others to say what they know
+
+
+def open_store(host: str, port: int, rank: int, world_size: int, timeout: float) -> Store:
+    """The TCP store at host:port; rank 0 serves it, unless a launcher on its host already does."""
+    limit = timedelta(seconds=timeout)
+
+    def tcp_store(is_master: bool) -> Store:
+        make: Any = dist.TCPStore  # type: ignore[attr-defined]
+        return make(host, port, world_size, is_master, limit, wait_for_workers=False)
+
+    try:
+        if rank == 0:
+            try:
+                return tcp_store(True)
+            except dist.DistNetworkError:  # the port is taken: by torchrun's own store, or by a stranger
+                pass
+        return tcp_store(False)
+    except dist.DistError as error:
+        raise RendezvousError(
+            f"rank {rank} did not reach the store of rank 0 at {host}:{port} within {timeout:.1f} s. Is it running, "
+            f"and is the port open between the hosts? (torch says: {error})",
+            (0,),
+        ) from error
+
+
+def file_store(path: str, world_size: int) -> Store:
+    """A store in a file that processes of one host share; it needs no port."""
+    make: Any = dist.FileStore  # type: ignore[attr-defined]
+    return make(path, world_size)
+
+
+def under(store: Store, prefix: str) -> Store:
+    """The part of `store` whose keys begin with `prefix`."""
+    make: Any = dist.PrefixStore  # type: ignore[attr-defined]
+    return make(prefix, store)
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who and where the ranks of a world are."""
+
+    rank: int
+    hosts: tuple[int, ...]
+    pids: dict[int, int]  # of the peers on this host
+
+
+def sign_in(store: Store, rank: int, world_size: int, timeout: float) -> Roster:
+    """Say that this rank is here and wait for all others; `RendezvousError` names those that do not come."""
+    store.set(f"here/{rank}", json.dumps([host_identity(), os.getpid()]))
+    deadline = time.monotonic() + timeout
+    missing = list(range(world_size))
+    while missing := [each for each in missing if not store.check([f"here/{each}"])]:
+        if time.monotonic() > deadline:
+            raise RendezvousError(
+                f"rank {rank} waited {timeout:.1f} s, but of {world_size} ranks {missing} did not come. "
+                "Were they started, with the same coordinator address and world size?",
+                tuple(missing),
+            )
+        time.sleep(POLL_SECONDS)  # a store has no wait that names who is missing
+    entries = [json.loads(store.get(f"here/{each}")) for each in range(world_size)]
+    own_host = entries[rank][0]
+    pids = {each: pid for each, (host, pid) in enumerate(entries) if host == own_host and each != rank}
+    return Roster(rank, tuple(number_hosts([host for host, _ in entries])), pids)
+
+
+class Diary:
+    """What the ranks of one channel leave word of in the store."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, liveness: Liveness) -> None:
+        self._store = store
+        self._rank = rank
+        self._peers = [peer for peer in range(world_size) if peer != rank]
+        self._liveness = liveness
+
+    def depart(self, departure: Departure) -> None:
+        """Say why this rank can no longer be waited for; must be said before its connections close."""
+        self._set(f"departed/{self._rank}", departure.to_bytes(4096))
+
+    def explain(self, call: str) -> tuple[dict[int, Departure], list[int], dict[int, str]]:
+        """Ask around after a failure in `call`: who departed, who is dead, and what the others were calling.
+
+        Returns at once when a departure or a death explains it; else after `ROLL_CALL_SECONDS`.
+        """
+        self._set(f"stalled/{self._rank}", call.encode())
+        deadline = time.monotonic() + ROLL_CALL_SECONDS
+        while True:
+            departed = {peer: Departure.from_bytes(text) for peer, text in self._read("departed").items()}
+            dead = self._liveness.dead()
+            calls = {peer: text.decode() for peer, text in self._read("stalled").items()}
+            if departed or dead or time.monotonic() > deadline or len(calls) == len(self._peers):
+                return departed, dead, calls
+            time.sleep(POLL_SECONDS)
+
+    def _set(self, key: str, value: bytes) -> None:
+        try:
+            self._store.set(key, value)
+        except (dist.DistError, RuntimeError):
+            return  # the store went with the rank that served it; nobody can be told
+
+    def _read(self, what: str) -> dict[int, bytes]:
+        found: dict[int, bytes] = {}
+        try:
+            for peer in self._peers:
+                if self._store.check([f"{what}/{peer}"]):
+                    found[peer] = self._store.get(f"{what}/{peer}")
+        except (dist.DistError, RuntimeError):
+            return found
+        return found
