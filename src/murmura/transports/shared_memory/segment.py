@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 import weakref
 from typing import Any
 
@@ -59,6 +60,7 @@ class Segment:
         self.arena_bytes = total // world_size
         self._own = rank * self.arena_bytes
         self._arena = Arena(self.arena_bytes)
+        self._lock = threading.Lock()  # channels allocate from threads of their own
         self._freed: collections.deque[int] = collections.deque()  # by finalizers, in whatever thread they run
         self.bytes: Any = np.frombuffer(self._mmap, dtype=np.uint8)
         self.memory = memoryview(self._mmap)
@@ -69,14 +71,16 @@ class Segment:
         """The place of a new range in this rank's arena, its pages reserved."""
         while self._freed:
             self.give_back(self._freed.popleft())
-        start = self._arena.take(num_bytes)
+        with self._lock:
+            start = self._arena.take(num_bytes)
         try:
             if start is None:
                 raise OSError(errno.ENOMEM, "the arena is full")
             os.posix_fallocate(self._fd, self._own + start, max(num_bytes, 1))
         except OSError as error:
             if start is not None:
-                self._arena.give_back(start)
+                with self._lock:
+                    self._arena.give_back(start)
             raise TransportError(
                 f"{num_bytes / 2**20:.0f} MiB of shared memory cannot be had ({error.strerror}). "
                 "Use fewer ranks or smaller buffers on this host, or give it more memory."
@@ -85,9 +89,10 @@ class Segment:
 
     def give_back(self, place: int) -> None:
         """Free a range taken before; a large one returns its pages to the system."""
-        length = self._arena.give_back(place - self._own)
-        if length >= _RELEASE_BYTES:
-            self._mmap.madvise(mmap.MADV_REMOVE, place, length)
+        with self._lock:
+            length = self._arena.give_back(place - self._own)
+            if length >= _RELEASE_BYTES:
+                self._mmap.madvise(mmap.MADV_REMOVE, place, length)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A zeroed tensor in this rank's arena; its memory is freed with its last view."""

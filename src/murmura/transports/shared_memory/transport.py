@@ -175,7 +175,7 @@ class SharedMemoryTransport(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
-        if out is None and not async_op:
+        if out is None and not async_op and self._prepared and tensor.layout is torch.strided:
             shot = self._prepared.get((tensor.data_ptr(), tensor.shape, tensor.dtype, op))
             order = self._order
             if shot is not None and tensor.is_contiguous() and order.idle and order.lock.acquire(blocking=False):
