@@ -11,8 +11,7 @@ from murmura.aggregation import LocalAggregator as LocalAggregator
 from murmura.aggregation import ParameterServer as ParameterServer
 from murmura.aggregation import average_losses as average_losses
 from murmura.algorithms import AggregateGradients as AggregateGradients
-from murmura.algorithms import Algorithm as Algorithm
-from murmura.algorithms import AlgorithmImpl as AlgorithmImpl
+from murmura.algorithms import Algorithm, AlgorithmImpl, GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
 from murmura.algorithms import AsyncModelAverageAlgorithm as AsyncModelAverageAlgorithm
 from murmura.algorithms import AsyncModelAverageAlgorithmImpl as AsyncModelAverageAlgorithmImpl
 from murmura.algorithms import ByteGradAlgorithm as ByteGradAlgorithm
@@ -21,8 +20,6 @@ from murmura.algorithms import DecentralizedAlgorithm as DecentralizedAlgorithm
 from murmura.algorithms import DecentralizedAlgorithmImpl as DecentralizedAlgorithmImpl
 from murmura.algorithms import DiLoCoAlgorithm as DiLoCoAlgorithm
 from murmura.algorithms import DiLoCoAlgorithmImpl as DiLoCoAlgorithmImpl
-from murmura.algorithms import GradientAllReduceAlgorithm as GradientAllReduceAlgorithm
-from murmura.algorithms import GradientAllReduceAlgorithmImpl as GradientAllReduceAlgorithmImpl
 from murmura.algorithms import LocalSGDAlgorithm as LocalSGDAlgorithm
 from murmura.algorithms import LocalSGDAlgorithmImpl as LocalSGDAlgorithmImpl
 from murmura.algorithms import LowPrecisionDecentralizedAlgorithm as LowPrecisionDecentralizedAlgorithm
@@ -36,8 +33,7 @@ from murmura.compressors import Compressor as Compressor
 from murmura.compressors import ErrorFeedback as ErrorFeedback
 from murmura.compressors import MinMaxUInt8 as MinMaxUInt8
 from murmura.config import DistributedConfig, DistributedTrainConfig
-from murmura.ddp import DDP as DDP
-from murmura.ddp import seed_everything as seed_everything
+from murmura.ddp import DDP, seed_everything
 from murmura.errors import (
     CollectiveMismatch,
     ConfigError,
@@ -66,6 +62,9 @@ from murmura.types import DistributedBackend, DistributedRole, ReduceOp, Transpo
 __version__ = "0.1.0"
 
 __all__ = [
+    "DDP",
+    "Algorithm",
+    "AlgorithmImpl",
     "CollectiveMismatch",
     "ConfigError",
     "DistributedBackend",
@@ -73,6 +72,8 @@ __all__ = [
     "DistributedRole",
     "DistributedTrainConfig",
     "FaultyTransport",
+    "GradientAllReduceAlgorithm",
+    "GradientAllReduceAlgorithmImpl",
     "InProcessTransport",
     "MurmuraError",
     "NonFiniteGradient",
@@ -93,4 +94,5 @@ __all__ = [
     "UsageError",
     "connect",
     "run_world",
+    "seed_everything",
 ]

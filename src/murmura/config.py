@@ -23,10 +23,8 @@ from murmura.types import DistributedBackend, DistributedRole, TransportKind, pa
 __all__ = ["DistributedConfig", "DistributedTrainConfig", "parse_address"]
 
 T = TypeVar("T")
-
 DEFAULT_COORDINATOR = "127.0.0.1:29500"
 ENUMS = {"role": DistributedRole, "backend": DistributedBackend, "transport": TransportKind}
-
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?"
 _HOST_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
 _RANGE = r"[0-9]+(?:-[0-9]+)?"
@@ -392,6 +390,11 @@ class DistributedConfig:
     def coordinator_port(self) -> int:
         """A ConfigError if `coordinator_addr` is ""."""
         return parse_address(self.coordinator_addr)[1]
+
+
+def algorithm_from_env() -> str | None:
+    """The algorithm that a launcher asked for, if any."""
+    return os.environ.get("MURMURA_ALGORITHM") or None
 
 
 DistributedTrainConfig = DistributedConfig

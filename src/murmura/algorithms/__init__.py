@@ -28,9 +28,10 @@ from murmura.algorithms.low_precision_decentralized import (
 from murmura.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithmImpl as LowPrecisionDecentralizedAlgorithmImpl,
 )
+from murmura.algorithms.names import algorithm_named as algorithm_named
 from murmura.algorithms.phased import Phased as Phased
 from murmura.algorithms.qadam import QAdamAlgorithm as QAdamAlgorithm
 from murmura.algorithms.qadam import QAdamAlgorithmImpl as QAdamAlgorithmImpl
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer as QAdamOptimizer
 
-__all__: list[str] = []
+__all__ = ["Algorithm", "AlgorithmImpl", "GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]

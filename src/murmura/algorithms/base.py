@@ -7,30 +7,41 @@ runs for one of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from murmura.errors import not_built
+from murmura.errors import UsageError
+from murmura.types import Exchanges
 
 if TYPE_CHECKING:
+    from murmura.buckets import Bucket
     from murmura.transports.base import Transport
-    from murmura.types import Exchanges
 
 
 class Replica(Protocol):
     """What an algorithm sees of the model it serves."""
 
     @property
-    def parameters(self) -> Sequence[nn.Parameter]: ...
+    def names(self) -> Sequence[str]: ...
 
     @property
-    def buckets(self) -> Sequence[Any]: ...
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters that are kept together, in the order of `names`."""
+        ...
 
     @property
-    def transport(self) -> Transport: ...
+    def buffers(self) -> Sequence[Tensor]: ...
+
+    @property
+    def buckets(self) -> Sequence[Bucket]: ...
+
+    @property
+    def transport(self) -> Transport:
+        """The channel of this model."""
+        ...
 
     @property
     def round(self) -> int:
@@ -45,7 +56,9 @@ class AlgorithmImpl:
     `after_step` and `before_forward` only: a second backward would read them.
     """
 
-    exchanges: Exchanges
+    exchanges: Exchanges = Exchanges.GRADIENTS
+    averages = True
+    """Whether gradients come back as a mean, which uneven data then weights."""
 
     def __init__(self, process_group: Transport) -> None:
         self.process_group = process_group
@@ -56,8 +69,11 @@ class AlgorithmImpl:
     def before_forward(self) -> None:
         """Called at the first training forward of a round."""
 
-    def on_bucket_ready(self, bucket: Any) -> None:
-        """Called in the communication thread, in bucket order, when `bucket` is full; may block."""
+    def on_bucket_ready(self, bucket: Bucket) -> None:
+        """Called in the communication thread, in bucket order, when `bucket` is full; may block.
+
+        For an algorithm that exchanges gradients it must leave the mean over the ranks in `bucket.tail`.
+        """
 
     def after_backward(self) -> None:
         """Called when backward is over and every bucket of the round is home."""
@@ -83,6 +99,12 @@ class AlgorithmImpl:
 class Algorithm:
     """A frozen set of choices, reusable on several models."""
 
+    impl: ClassVar[type[AlgorithmImpl] | None] = None
+    """The class that runs it, made with the transport and the fields of the declaration."""
+
     def reify(self, process_group: Transport) -> AlgorithmImpl:
-        """The running algorithm for one model: its Impl class, called with `process_group` and the fields."""
-        not_built("murmura.Algorithm.reify")
+        """The running algorithm for one model."""
+        if self.impl is None:
+            raise UsageError(f"{type(self).__name__} names no class that runs it: set `impl`, or override `reify`.")
+        choices = {field.name: getattr(self, field.name) for field in fields(self)}
+        return self.impl(process_group, **choices)

@@ -1,9 +1,6 @@
-"""The wrapper that users put around their model.
+"""The wrapper that users put around their model."""
 
-`__all__` holds what is built; the other names are declared signatures whose use raises UsageError.
-"""
+from murmura.ddp.ddp import DDP
+from murmura.ddp.seeding import seed_everything
 
-from murmura.ddp.ddp import DDP as DDP
-from murmura.ddp.seeding import seed_everything as seed_everything
-
-__all__: list[str] = []
+__all__ = ["DDP", "seed_everything"]

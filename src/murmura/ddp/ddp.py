@@ -1,23 +1,27 @@
 """DDP wires a module, a transport and an algorithm together; it owns no mathematics.
 
-It behaves like torch's DistributedDataParallel unless told otherwise: when `backward()` returns, the
-algorithm has done its part. The optimizer, the scheduler, clipping and GradScaler stay the user's.
+It behaves like torch's DistributedDataParallel unless told otherwise: when `backward()` returns, the algorithm has
+done its part. The optimizer, the scheduler, clipping and GradScaler stay the user's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from torch import nn
 
-from murmura.errors import not_built
-
-if TYPE_CHECKING:
-    from murmura.algorithms import Algorithm, AlgorithmImpl
-    from murmura.transports.base import Transport
-    from murmura.types import NonFinite
+from murmura.algorithms import Algorithm, AlgorithmImpl, algorithm_named
+from murmura.config import algorithm_from_env
+from murmura.ddp import agreement, consensus, steps
+from murmura.ddp.driver import Driver
+from murmura.ddp.flattening import broadcast_together
+from murmura.ddp.replica import ModelReplica
+from murmura.errors import ConfigError, UsageError
+from murmura.transports.base import Transport
+from murmura.transports.connect import connect
+from murmura.types import NonFinite, parse
 
 Batch = TypeVar("Batch")
 
@@ -25,13 +29,15 @@ Batch = TypeVar("Batch")
 class DDP(nn.Module):
     """Keeps the replicas of `module` together while they train.
 
+    Every rank wraps the same model; they start from rank 0's parameters and buffers.
+
     Args:
         module: the model; reached again as `.module`, and calling it directly works too.
         transport: None connects from the environment, and `close` closes that connection; one that is given
             stays the caller's.
         algorithm: an Algorithm or its name; None takes the environment's, else gradient all-reduce.
         bucket_size_bytes: parameters travel together in buckets of about this size.
-        broadcast_buffers: whether ranks take over rank 0's buffers before a forward.
+        broadcast_buffers: whether ranks take over rank 0's buffers at the first forward of a round.
         ignore: names of parameters and buffers that stay local.
         verify_every: run `verify_in_sync` every so many rounds; 0 is never.
         nonfinite: "pass", "raise" or "skip_step", when a gradient holds an infinity or a NaN.
@@ -51,80 +57,151 @@ class DDP(nn.Module):
         verify_every: int = 0,
         nonfinite: NonFinite | str = "pass",
     ) -> None:
-        not_built("murmura.DDP")
+        super().__init__()
+        chosen = _as_algorithm(algorithm)
+        nonfinite = parse(NonFinite, nonfinite, "nonfinite")
+        _check_module(module)
+        if bucket_size_bytes < 1 or verify_every < 0:
+            raise ConfigError(
+                f"bucket_size_bytes={bucket_size_bytes} must be at least 1, and verify_every={verify_every} at least 0."
+            )
+        self.module = module
+        self._owns_transport = transport is None
+        self._transport = connect() if transport is None else transport
+        self._replica = ModelReplica(module, self._transport.channel("ddp"), ignore)
+        agreement.check_same_model(self._replica.transport, self._replica.describe())
+        self.broadcast_parameters(0)
+        self._driver = Driver(
+            module,
+            self._replica,
+            chosen,
+            bucket_bytes=bucket_size_bytes,
+            broadcasts_buffers=broadcast_buffers,
+            verify_every=verify_every,
+            nonfinite=nonfinite,
+        )
 
     @classmethod
     def with_bucket_size(cls, module: nn.Module, transport: Transport | None, bucket_size_bytes: int) -> Self:
         """DDP with defaults but for the size of a bucket."""
-        not_built("murmura.DDP.with_bucket_size")
+        return cls(module, transport, bucket_size_bytes=bucket_size_bytes)
+
+    # The module
 
     @property
     def transport(self) -> Transport:
         """The transport given or connected; DDP itself works on a channel of it."""
-        not_built("murmura.DDP.transport")
+        return self._transport
 
     @property
     def backend(self) -> Transport:
         """Another name for `transport`."""
-        not_built("murmura.DDP.backend")
+        return self._transport
 
     @property
     def algorithm(self) -> AlgorithmImpl:
         """The running algorithm."""
-        not_built("murmura.DDP.algorithm")
+        return self._driver.algorithm
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the wrapped module returns."""
-        not_built("murmura.DDP.forward")
+        return self.module(*args, **kwargs)
 
-    def into_inner(self) -> nn.Module:
-        """Close the wrapper and return the module, free of its hooks."""
-        not_built("murmura.DDP.into_inner")
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's own: no prefix, so it loads with and without DDP."""
+        return self.module.state_dict(*args, **kwargs)
 
-    def close(self) -> None:
-        """Remove the hooks and end the communication; idempotent."""
-        not_built("murmura.DDP.close")
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict of the module, or one that torch's DDP saved with its prefix."""
+        own = self.module.state_dict().keys()
+        if not any(name in own for name in state_dict) and all(name.startswith("module.") for name in state_dict):
+            state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    # Synchronising
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside it a backward only accumulates and is no round."""
-        not_built("murmura.DDP.no_sync")
+        return self._driver.no_sync()
 
     def sync_gradients(self) -> None:
         """Run the round that `no_sync` held back, bucket after bucket; a no-op when the round is in sync."""
-        not_built("murmura.DDP.sync_gradients")
+        self._driver.sync(one_by_one=True)
 
     def overlapped_sync_gradients(self) -> None:
         """As `sync_gradients`, to the bit, with all buckets in flight."""
-        not_built("murmura.DDP.overlapped_sync_gradients")
+        self._driver.sync(one_by_one=False)
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Take over parameters and buffers of `root`, in place: optimizers built before stay valid."""
-        not_built("murmura.DDP.broadcast_parameters")
+        broadcast_together(self._replica.transport, [*self._replica.parameters, *self._replica.buffers], root)
 
     def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Iterate uneven data: a rank out of it replays its last batch with weight 0 until all are done."""
-        not_built("murmura.DDP.join")
+        """Iterate uneven data: a rank out of it replays its last batch with weight 0 until all are done.
+
+        Every rank runs its whole loop as often as the one with the most batches; means are weighted by data.
+        """
+        return self._driver.joining.batches(loader)
 
     def verify_in_sync(self) -> None:
-        """Raise ReplicaDivergence, naming the first parameter that differs, unless all ranks agree."""
-        not_built("murmura.DDP.verify_in_sync")
+        """Raise ReplicaDivergence, naming the first parameter that differs, unless all ranks agree. Collective."""
+        self._driver.verify()
+
+    # The algorithm
 
     def set_algorithm(self, algorithm: Algorithm | str) -> None:
         """Close the running algorithm and go on with another; collective, between rounds."""
-        not_built("murmura.DDP.set_algorithm")
+        self._driver.switch(_as_algorithm(algorithm))
 
     def algorithm_state_dict(self) -> dict[str, Any]:
-        """All that the running algorithm carries on this rank."""
-        not_built("murmura.DDP.algorithm_state_dict")
+        """All that the running algorithm carries on this rank, and the number of rounds."""
+        return {"round": self._replica.round, "algorithm": self.algorithm.state_dict()}
 
     def load_algorithm_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `algorithm_state_dict` returned on this rank."""
-        not_built("murmura.DDP.load_algorithm_state_dict")
+        self._replica.round = state["round"]
+        self.algorithm.load_state_dict(state["algorithm"])
 
     def consensus_distance(self) -> float:
-        """How far the replicas are apart; collective, equal on all ranks."""
-        not_built("murmura.DDP.consensus_distance")
+        """How far the replicas are apart (root mean square distance to their mean); collective, equal on all ranks."""
+        return consensus.consensus_distance(self._replica)
 
     def average_parameters(self) -> AbstractContextManager[None]:
-        """Inside it the module holds the mean of all replicas; afterwards each has its own weights back."""
-        not_built("murmura.DDP.average_parameters")
+        """Inside it the module holds the mean of all replicas; afterwards each has its own weights back. Collective."""
+        return consensus.average_parameters(self._replica)
+
+    # Life
+
+    def close(self) -> None:
+        """Remove the hooks and end the communication; idempotent. Gradients stay usable."""
+        self._driver.close()
+        if self._owns_transport:
+            self._transport.close()
+
+    def into_inner(self) -> nn.Module:
+        """Close the wrapper and return the module, free of its hooks."""
+        self.close()
+        return self.module
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UsageError(
+            "a DDP cannot be copied: it holds a place in the order of communication. "
+            "Copy its model: copy.deepcopy(ddp.module)."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError("a DDP cannot be pickled: it holds a transport. Save ddp.state_dict() instead.")
+
+
+def _as_algorithm(algorithm: Algorithm | str | None) -> Algorithm:
+    if algorithm is None:
+        algorithm = algorithm_from_env() or "gradient_allreduce"
+    return algorithm_named(algorithm) if isinstance(algorithm, str) else algorithm
+
+
+def _check_module(module: nn.Module) -> None:
+    if isinstance(module, DDP) or any(steps.is_listened_to(parameter) for parameter in module.parameters()):
+        raise UsageError(
+            "this module, or a part of it, is already wrapped by a DDP. Use that one, or take it apart first with "
+            "ddp.into_inner()."
+        )

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from murmura.errors import not_built
+import random
+
+import numpy as np
+import torch
+
+from murmura.errors import UsageError
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Seed Python's, numpy's and torch's generators of this process from `seed` and `rank`."""
-    not_built("murmura.seed_everything")
+    """Seed Python's, numpy's and torch's generators of this process from `seed` and `rank`.
+
+    Streams of different ranks are independent. Ranks that are threads share these generators: give each its own
+    torch.Generator instead.
+    """
+    if seed < 0 or rank < 0:
+        raise UsageError(f"seed={seed} and rank={rank} must not be negative.")
+    derived = int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint32)[0])
+    random.seed(derived)
+    np.random.seed(derived)
+    torch.manual_seed(derived)

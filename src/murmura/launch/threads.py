@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from murmura.errors import PeerLost
 from murmura.launch.outcomes import Outcome, as_raised, root_cause, stuck
 from murmura.transports.in_process import InProcessTransport
@@ -24,6 +26,8 @@ def run_threads(
 
     def run_rank(rank: int) -> None:
         transport = transports[rank]
+        # Ranks must not share autograd's thread for a GPU: one that waits there would hold up the rest.
+        torch.autograd.set_multithreading_enabled(False)
         try:
             with transport:
                 result = fn(transport, *args)

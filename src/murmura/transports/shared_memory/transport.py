@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from threading import get_ident, main_thread
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class SharedMemoryTransport(Transport):
         self._meeting = Meeting(self._board, self._mail)
         self._splits: list[SharedMemoryTransport] = []
         self._prepared: dict[Any, OneShot] = {}
+        self._main_thread = main_thread().ident
 
     @classmethod
     def join(
@@ -103,7 +105,7 @@ class SharedMemoryTransport(Transport):
             outgoing = [(self._flat(tensor, load=True), dst, describe(tensor)) for tensor, dst in sends]
             incoming = [(self._flat(out, load=False), src, describe(out)) for out, src in recvs]
             seconds = self._seconds(timeout)
-            self._mail.exchange(outgoing, incoming, self._operation, seconds, spin=not self._order.in_thread())
+            self._mail.exchange(outgoing, incoming, self._operation, seconds, spin=self._may_spin())
             for (flat, _, _), (out, _) in zip(incoming, recvs, strict=True):
                 store(flat, out)
 
@@ -178,7 +180,13 @@ class SharedMemoryTransport(Transport):
         if out is None and not async_op and self._prepared and tensor.layout is torch.strided:
             shot = self._prepared.get((tensor.data_ptr(), tensor.shape, tensor.dtype, op))
             order = self._order
-            if shot is not None and tensor.is_contiguous() and order.idle and order.lock.acquire(blocking=False):
+            if (
+                shot is not None
+                and tensor.is_contiguous()
+                and order.idle
+                and get_ident() == self._main_thread
+                and order.lock.acquire(blocking=False)
+            ):
                 try:
                     self._fire(shot, timeout)
                 finally:
@@ -228,6 +236,10 @@ class SharedMemoryTransport(Transport):
 
     def _begin(self, timeout: float | None, operation: str = "") -> Meeting:
         """Turn to the collective under way."""
-        spin = not self._order.in_thread()
+        spin = self._may_spin()
         self._meeting.begin(self._num_collectives, operation or self._operation, self._seconds(timeout), spin=spin)
         return self._meeting
+
+    def _may_spin(self) -> bool:
+        """Only the main thread may: a thread that spins in Python takes the interpreter from the one that computes."""
+        return get_ident() == self._main_thread

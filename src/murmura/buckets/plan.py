@@ -1,0 +1,49 @@
+"""Which parameters share a bucket: a pure function, so that every rank comes to the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+FIRST_BUCKET_BYTES = 2**20
+"""The first bucket is smaller than the others, so that communication starts early."""
+
+
+class ParameterSpec(NamedTuple):
+    """What the plan needs to know of a parameter."""
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def plan_buckets(
+    specs: Sequence[ParameterSpec], order: Sequence[int], bucket_bytes: int, first_bytes: int = FIRST_BUCKET_BYTES
+) -> list[tuple[int, ...]]:
+    """Cut the parameters, taken in `order`, into buckets; each is a tuple of indices into `specs`.
+
+    A bucket has one dtype and one device and at most `bucket_bytes`; a parameter larger than that is alone. Buckets
+    come in the order in which, if gradients come in `order`, they are complete.
+    """
+    closed: list[list[int]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    limit = min(first_bytes, bucket_bytes)
+    for index in order:
+        spec = specs[index]
+        kind = (spec.dtype, spec.device)
+        bucket = open_buckets.setdefault(kind, [])
+        if bucket and sum(specs[each].num_bytes for each in bucket) + spec.num_bytes > limit:
+            closed.append(bucket)
+            limit = bucket_bytes
+            bucket = open_buckets[kind] = []
+        bucket.append(index)
+    closed += open_buckets.values()
+    position = {index: at for at, index in enumerate(order)}
+    return [tuple(bucket) for bucket in sorted(closed, key=lambda bucket: position[bucket[-1]])]

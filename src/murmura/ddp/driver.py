@@ -1,0 +1,250 @@
+"""Drives the rounds of one model: from torch's hooks to the algorithm's, and back before backward returns.
+
+A round opens at its first training forward and closes at the end of the first backward outside `no_sync`, or when it is
+synchronised by hand. Everything here runs in the user's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from murmura.algorithms import Algorithm, AlgorithmImpl
+from murmura.buckets import Bucket, ParameterSpec, plan_buckets
+from murmura.ddp import agreement, hooks, steps
+from murmura.ddp.flattening import broadcast_together
+from murmura.ddp.joining import Joining
+from murmura.ddp.replica import ModelReplica
+from murmura.ddp.rounds import GradientRounds, first_nonfinite, weigh
+from murmura.errors import NonFiniteGradient, UsageError
+from murmura.types import Exchanges, NonFinite
+
+log = logging.getLogger("murmura")
+
+
+class Driver:
+    """See the module's docstring. `close` removes every hook."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        replica: ModelReplica,
+        algorithm: Algorithm,
+        *,
+        bucket_bytes: int,
+        broadcasts_buffers: bool,
+        verify_every: int,
+        nonfinite: NonFinite,
+    ) -> None:
+        self.replica = replica
+        self.channel = replica.transport
+        self.joining = Joining(self.channel)
+        self._bucket_bytes = bucket_bytes
+        self._broadcasts_buffers = broadcasts_buffers and bool(replica.buffers)
+        self._verify_every = verify_every
+        self._nonfinite = nonfinite
+        self._open = False  # a round has begun
+        self._held_back = False  # a backward inside no_sync waits for its round
+        self._syncing = True  # False inside no_sync
+        self._armed = False  # the backward under way will call us at its end
+        self._observed: list[int] = []  # parameters in the order of their gradients in the first round
+        self._planned: list[int] = []
+        self._parameter_hooks: dict[int, Any] = {}
+        self._rounds = GradientRounds(f"{self.channel.name}-rank{self.channel.rank}")
+        self._plan(list(reversed(replica.trainable())))
+        self._module_hooks = hooks.hook_module(self, module)
+        steps.listen(self, replica.parameters)
+        self.algorithm: AlgorithmImpl
+        self.start(algorithm)
+
+    # The algorithm
+
+    def start(self, algorithm: Algorithm) -> None:
+        """Run `algorithm` from the next round on."""
+        self.algorithm = algorithm.reify(self.channel)
+        self._rounds.exchange = self.algorithm.on_bucket_ready
+        self.algorithm.setup(self.replica)
+
+    def switch(self, algorithm: Algorithm) -> None:
+        """Close the running algorithm and start another, between rounds."""
+        self._refuse_unfinished("set_algorithm()")
+        self.algorithm.close()
+        self.start(algorithm)
+
+    @property
+    def _exchanges_gradients(self) -> bool:
+        return self.algorithm.exchanges is Exchanges.GRADIENTS
+
+    # Plans
+
+    def _plan(self, order: list[int]) -> None:
+        """Cut the parameters, in the expected `order` of their gradients, into new buckets."""
+        replica = self.replica
+        specs = [
+            ParameterSpec(name, p.numel(), p.dtype, p.device)
+            for name, p in zip(replica.names, replica.parameters, strict=True)
+        ]
+        replica.buckets = [
+            Bucket(
+                index,
+                [replica.names[each] for each in members],
+                [replica.parameters[each] for each in members],
+                self.channel.allocate,
+            )
+            for index, members in enumerate(plan_buckets(specs, order, self._bucket_bytes))
+        ]
+        self._rounds.use(replica.buckets)
+        self._planned = order
+        for index in order:
+            if index not in self._parameter_hooks:
+                self._parameter_hooks[index] = hooks.hook_parameter(self, replica.parameters[index])
+
+    def _revise_plan(self) -> None:
+        """Plan anew, once from the order that rank 0 observed, and whenever a frozen parameter has been thawed."""
+        replica = self.replica
+        thawed = [index for index in replica.trainable() if index not in self._parameter_hooks]
+        if thawed:
+            agreement.check_same_model(self.channel, [replica.names[index] for index in thawed])
+            self._plan(sorted({*self._planned, *thawed}, reverse=True))
+        elif self._observed:
+            rest = [index for index in self._planned if index not in set(self._observed)]
+            order = torch.tensor([*self._observed, *rest])
+            self.channel.broadcast(order, 0)
+            self._observed = []
+            if order.tolist() != self._planned:
+                self._plan(order.tolist())
+
+    # Hooks
+
+    def before_forward(self) -> None:
+        """A training forward begins; the first of a round opens it."""
+        if self._open:
+            return
+        self._refuse_unfinished("forward")
+        replica = self.replica
+        self._revise_plan()
+        if self._verify_every and replica.round and replica.round % self._verify_every == 0:
+            self.verify()
+        if self._broadcasts_buffers:
+            broadcast_together(self.channel, replica.buffers, 0)
+        self.algorithm.before_forward()
+        self._open = True
+
+    def gradient_of_output(self, gradient: Tensor, replayed: bool) -> Tensor | None:
+        """Backward has reached an output of the module: from here it can be seen to its end.
+
+        A replayed batch must leave no trace in the gradients, so its gradient is zero from here on.
+        """
+        self._arm()
+        return torch.zeros_like(gradient) if replayed else None
+
+    def gradient_came(self, parameter: nn.Parameter) -> None:
+        """The gradient of `parameter` has been accumulated."""
+        if not self._syncing:
+            self._held_back = True
+            return
+        if not self._exchanges_gradients:
+            return
+        self._arm()
+        self._rounds.gradient_came(parameter, self.joining.weight, self.replica.round)
+
+    def _arm(self) -> None:
+        if self._syncing and not self._armed:
+            self._armed = True
+            reference = weakref.ref(self)
+
+            def end() -> None:
+                driver = reference()
+                if driver is not None:
+                    driver._end_of_backward()
+
+            hooks.at_end_of_backward(end)
+
+    def _end_of_backward(self) -> None:
+        self._armed = False
+        # torch.autograd.grad passes the outputs too, but leaves no gradient in a parameter: that is no round.
+        if self._syncing and (self._rounds.under_way or not self._exchanges_gradients):
+            self._finish()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        self.algorithm.before_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self.algorithm.after_step(optimizer)
+
+    # Rounds
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def sync(self, *, one_by_one: bool) -> None:
+        """Run the round that `no_sync` held back; nothing to do when the round is in sync."""
+        if not self._syncing:
+            raise UsageError("gradients cannot be synchronised inside no_sync(); call it after the block.")
+        if self._held_back or self._open:
+            self._finish(one_by_one=one_by_one)
+
+    def _finish(self, *, one_by_one: bool = False) -> None:
+        replica = self.replica
+        if self._exchanges_gradients:
+            if replica.round == 0:
+                position = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
+                self._observed = [position[id(parameter)] for parameter in self._rounds.observed]
+            weight = self.joining.weight
+            self._rounds.finish(weight, replica.round, one_by_one=one_by_one, read_tails=self.joining.active)
+            if self.joining.active and self.algorithm.averages:
+                weigh(replica.buckets)
+            self._check_finite()
+        self.algorithm.after_backward()
+        self.joining.round_ended()
+        replica.round += 1
+        self._open = self._held_back = False
+
+    def _check_finite(self) -> None:
+        if self._nonfinite is NonFinite.PASS:
+            return
+        name = first_nonfinite(self.replica.buckets)
+        if name is None:
+            return
+        if self._nonfinite is NonFinite.RAISE:
+            raise NonFiniteGradient(
+                f"rank {self.channel.rank}: the gradient of {name!r} holds an infinity or a NaN in round "
+                f"{self.replica.round}. Lower the learning rate, clip, or look at the batch; with "
+                "nonfinite='skip_step' such steps are left out."
+            )
+        log.warning("round %d is skipped: the gradient of %r is not finite", self.replica.round, name)
+        for parameter in self.replica.parameters:
+            parameter.grad = None
+
+    def verify(self) -> None:
+        """Raise `ReplicaDivergence` unless all ranks hold the same parameters."""
+        agreement.check_same_values(self.channel, self.replica.names, self.replica.parameters)
+
+    def _refuse_unfinished(self, what: str) -> None:
+        if self._rounds.under_way:
+            raise UsageError(
+                f"{what} was called while the round of an earlier backward is unfinished: that backward raised, or is "
+                "still running. Other ranks may be waiting for its gradients, so the world cannot go on: start it anew."
+            )
+
+    def close(self) -> None:
+        """Remove the hooks and end the communication thread; may be called again."""
+        for handle in [*self._module_hooks, *self._parameter_hooks.values()]:
+            handle.remove()
+        self._module_hooks, self._parameter_hooks = [], {}
+        steps.stop_listening(self.replica.parameters)
+        self.algorithm.close()
+        self.channel.close()
+        self._rounds.close()

@@ -1,0 +1,89 @@
+"""The hooks that DDP sits on: on the inner module, on its outputs, and on its parameters.
+
+They hold the wrapper weakly and know their module, so that a deep copy of the module, or one whose wrapper is gone,
+runs as if there were none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from murmura.ddp.joining import Joining
+
+
+class Hooked(Protocol):
+    """What the hooks call; all in the thread that runs forward or backward."""
+
+    def before_forward(self) -> None: ...
+
+    def gradient_of_output(self, gradient: Tensor, replayed: bool) -> Tensor | None: ...
+
+    def gradient_came(self, parameter: nn.Parameter) -> None: ...
+
+    @property
+    def joining(self) -> Joining: ...
+
+
+def hook_module(owner: Hooked, module: nn.Module) -> list[Any]:
+    """Hooks around the training forwards of `module`."""
+    reference = weakref.ref(owner)
+    hooked = weakref.ref(module)
+
+    def before(called: nn.Module, args: Any) -> None:
+        owner = reference()
+        if owner is not None and called is hooked() and called.training and torch.is_grad_enabled():
+            owner.before_forward()
+
+    def after(called: nn.Module, args: Any, output: Any) -> None:
+        owner = reference()
+        if owner is None or called is not hooked() or not called.training or not torch.is_grad_enabled():
+            return
+        replayed = owner.joining.replaying
+
+        def on_gradient(gradient: Tensor) -> Tensor | None:
+            owner = reference()
+            return None if owner is None else owner.gradient_of_output(gradient, replayed)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+
+def hook_parameter(owner: Hooked, parameter: nn.Parameter) -> Any:
+    """A hook that runs when the gradient of `parameter` has been accumulated."""
+    reference = weakref.ref(owner)
+
+    def came(parameter: Tensor) -> None:
+        owner = reference()
+        if owner is not None:
+            assert isinstance(parameter, nn.Parameter)
+            owner.gradient_came(parameter)
+
+    return parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` in the thread of the backward under way, when that has finished."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors of a module's output, however it nests them."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for each in output.values():
+            yield from tensors_in(each)
+    elif isinstance(output, (list, tuple)):
+        for each in output:
+            yield from tensors_in(each)
+    elif hasattr(output, "__dataclass_fields__"):
+        for name in output.__dataclass_fields__:
+            yield from tensors_in(getattr(output, name))

@@ -1,0 +1,70 @@
+"""Uneven data: a rank that has run out replays its last batch, with no weight, until all have.
+
+The user's whole loop thus runs on every rank, whatever the algorithm, and nobody waits for a rank that has left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import torch
+
+from murmura.errors import UsageError
+from murmura.transports.base import Transport
+
+Batch = TypeVar("Batch")
+
+
+class Joining:
+    """Counts, for the round under way, the batches that were data and those that were replayed."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._channel: Transport | None = None
+        self._num_batches = 0
+        self._num_real = 0
+        self.active = False
+        self.replaying = False
+
+    @property
+    def weight(self) -> float:
+        """This rank's share of real batches in the round."""
+        return self._num_real / self._num_batches if self.active and self._num_batches else 1.0
+
+    def round_ended(self) -> None:
+        self._num_batches = self._num_real = 0
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches of `loader`, then the last one again until every rank has seen all of its own."""
+        if self.active:
+            raise UsageError("ddp.join() is already running; finish or break its loop before you start another.")
+        if self._channel is None:
+            self._channel = self._transport.channel("join")
+        self.active = True
+        self.round_ended()
+        batches = iter(loader)
+        last: list[Batch] = []
+        try:
+            while True:
+                try:
+                    last = [next(batches)]
+                    real = True
+                except StopIteration:
+                    real = False
+                votes = torch.tensor([int(real), int(not last)])
+                self._channel.all_reduce(votes, "sum")
+                num_with_data, num_without_any = votes.tolist()
+                if num_with_data == 0:
+                    return
+                if num_without_any:
+                    raise UsageError(
+                        f"{num_without_any} of the ranks have no batch at all, so there is nothing for them to replay. "
+                        "Give every rank at least one batch."
+                    )
+                self.replaying = not real
+                self._num_batches += 1
+                self._num_real += real
+                yield last[0]
+        finally:
+            self.active = self.replaying = False

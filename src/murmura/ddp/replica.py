@@ -1,0 +1,48 @@
+"""What an algorithm sees of the model it serves, and what the ranks must agree on about it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+from murmura.buckets import Bucket
+from murmura.errors import ConfigError
+from murmura.transports.base import Transport
+
+
+class ModelReplica:
+    """One rank's copy of a model: its parameters and buffers but for the ignored ones, its buckets, its round."""
+
+    def __init__(self, module: nn.Module, transport: Transport, ignore: Collection[str]) -> None:
+        parameters = dict(module.named_parameters())
+        buffers = dict(module.named_buffers())
+        unknown = sorted(set(ignore) - set(parameters) - set(buffers))
+        if unknown:
+            raise ConfigError(
+                f"ignore names {', '.join(map(repr, unknown))}, which the module does not have. "
+                "Take names from module.named_parameters() and module.named_buffers()."
+            )
+        self.transport = transport
+        self.round = 0
+        self.buckets: list[Bucket] = []
+        self.names = [name for name in parameters if name not in ignore]
+        self.parameters = [parameters[name] for name in self.names]
+        self.buffer_names = [name for name in buffers if name not in ignore]
+        self.buffers: list[Tensor] = [buffers[name] for name in self.buffer_names]
+
+    def describe(self) -> list[str]:
+        """A line for each parameter and buffer: what all ranks must have alike."""
+        lines = [
+            f"{name}: {list(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
+            for name, p in zip(self.names, self.parameters, strict=True)
+        ]
+        lines += [
+            f"{name}: {list(b.shape)} {b.dtype}, buffer"
+            for name, b in zip(self.buffer_names, self.buffers, strict=True)
+        ]
+        return lines
+
+    def trainable(self) -> list[int]:
+        """The indices of the parameters that want a gradient now."""
+        return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
