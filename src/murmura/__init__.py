@@ -5,13 +5,20 @@ settled, and raise `UsageError` until they are built.
 """
 
 from murmura import lab as lab
-from murmura.aggregation import AllReduceAggregator as AllReduceAggregator
-from murmura.aggregation import GradientAggregator as GradientAggregator
-from murmura.aggregation import LocalAggregator as LocalAggregator
-from murmura.aggregation import ParameterServer as ParameterServer
-from murmura.aggregation import average_losses as average_losses
-from murmura.algorithms import AggregateGradients as AggregateGradients
-from murmura.algorithms import Algorithm, AlgorithmImpl, GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
+from murmura.aggregation import (
+    AllReduceAggregator,
+    GradientAggregator,
+    LocalAggregator,
+    ParameterServer,
+    average_losses,
+)
+from murmura.algorithms import (
+    AggregateGradients,
+    Algorithm,
+    AlgorithmImpl,
+    GradientAllReduceAlgorithm,
+    GradientAllReduceAlgorithmImpl,
+)
 from murmura.algorithms import AsyncModelAverageAlgorithm as AsyncModelAverageAlgorithm
 from murmura.algorithms import AsyncModelAverageAlgorithmImpl as AsyncModelAverageAlgorithmImpl
 from murmura.algorithms import ByteGradAlgorithm as ByteGradAlgorithm
@@ -63,8 +70,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DDP",
+    "AggregateGradients",
     "Algorithm",
     "AlgorithmImpl",
+    "AllReduceAggregator",
     "CollectiveMismatch",
     "ConfigError",
     "DistributedBackend",
@@ -72,11 +81,14 @@ __all__ = [
     "DistributedRole",
     "DistributedTrainConfig",
     "FaultyTransport",
+    "GradientAggregator",
     "GradientAllReduceAlgorithm",
     "GradientAllReduceAlgorithmImpl",
     "InProcessTransport",
+    "LocalAggregator",
     "MurmuraError",
     "NonFiniteGradient",
+    "ParameterServer",
     "PeerLost",
     "PeerTimeout",
     "ProcessGroupTransport",
@@ -92,6 +104,7 @@ __all__ = [
     "TransportError",
     "TransportKind",
     "UsageError",
+    "average_losses",
     "connect",
     "run_world",
     "seed_everything",

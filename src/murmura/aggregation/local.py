@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from murmura.aggregation.base import GradientAggregator
-from murmura.errors import not_built
+from murmura.aggregation.checks import check_list
+from murmura.aggregation.flat import clones
 
 
 class LocalAggregator(GradientAggregator):
-    """Returns copies of this rank's own gradients; nothing is exchanged."""
-
-    def __init__(self) -> None:
-        not_built("murmura.LocalAggregator")
+    """Returns copies of this rank's own gradients; nothing is exchanged, so any tensor will do."""
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        not_built("murmura.LocalAggregator.aggregate")
+        return clones(check_list(gradients, "gradients"))

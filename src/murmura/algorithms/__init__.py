@@ -34,4 +34,10 @@ from murmura.algorithms.qadam import QAdamAlgorithm as QAdamAlgorithm
 from murmura.algorithms.qadam import QAdamAlgorithmImpl as QAdamAlgorithmImpl
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer as QAdamOptimizer
 
-__all__ = ["Algorithm", "AlgorithmImpl", "GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]
+__all__ = [
+    "AggregateGradients",
+    "Algorithm",
+    "AlgorithmImpl",
+    "GradientAllReduceAlgorithm",
+    "GradientAllReduceAlgorithmImpl",
+]

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
-from murmura.algorithms.base import Algorithm
-from murmura.errors import not_built
+from murmura.aggregation import GradientAggregator
+from murmura.algorithms.base import Algorithm, AlgorithmImpl
+from murmura.buckets import Bucket
+from murmura.transports.base import Transport
+from murmura.types import Exchanges
 
-if TYPE_CHECKING:
-    from murmura.aggregation import GradientAggregator
+
+class AggregateGradientsImpl(AlgorithmImpl):
+    """The running state of `AggregateGradients` for one model."""
+
+    exchanges = Exchanges.GRADIENTS
+
+    def __init__(self, process_group: Transport, aggregator: GradientAggregator) -> None:
+        super().__init__(process_group)
+        self._aggregator = aggregator
+
+    def on_bucket_ready(self, bucket: Bucket) -> None:
+        (mean,) = self._aggregator.aggregate([bucket.flat])
+        bucket.flat.copy_(mean)
 
 
 @dataclass(frozen=True)
 class AggregateGradients(Algorithm):
-    """Hands the gradients of each bucket to `aggregator` and applies what it returns."""
+    """Hands each bucket to `aggregator`, which must return the mean over the ranks; so a parameter server trains too.
+
+    The aggregator keeps the transport it was made with, and one model has it for itself.
+    """
+
+    impl: ClassVar[type[AlgorithmImpl]] = AggregateGradientsImpl
 
     aggregator: GradientAggregator
-
-    def __post_init__(self) -> None:
-        not_built("murmura.AggregateGradients")

@@ -36,7 +36,7 @@ def run_all_reduce(spec: AllReduceSpec, on_progress: Callable[[Progress], None] 
 
 def _measure(spec: AllReduceSpec, folder: Path) -> Measurement:
     if Peer.MPICH in spec.peers:
-        return run_under_mpiexec(spec, folder)
+        return run_under_mpiexec(spec, folder, WAIT_SECONDS)
     try:
         told = run_world(measure_as_rank, spec.ranks, spec, folder, kind="processes", timeout=WAIT_SECONDS)
     except MurmuraError:

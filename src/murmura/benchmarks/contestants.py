@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from murmura import Transport, __version__
@@ -66,14 +66,15 @@ def murmura_contestants(transport: Transport) -> list[Contestant]:
 
 def gloo(transport: Transport, meeting_file: Path) -> Contestant:
     """torch.distributed's Gloo, as a process group of its own: the default group stays untouched."""
-    from torch.distributed import AllreduceOptions, FileStore, ProcessGroupGloo
+    import torch.distributed
 
-    store = FileStore(str(meeting_file), transport.world_size)
-    options = ProcessGroupGloo._Options()
-    options._devices = [ProcessGroupGloo.create_device(hostname=GLOO_HOST)]
+    c10d: Any = torch.distributed  # its stubs know nothing of options and operations of a bare process group
+    store = c10d.FileStore(str(meeting_file), transport.world_size)
+    options = c10d.ProcessGroupGloo._Options()
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=GLOO_HOST)]
     options._timeout = timedelta(seconds=transport.timeout)
-    group = ProcessGroupGloo(store, transport.rank, transport.world_size, options)
-    sum_of = AllreduceOptions()
+    group = c10d.ProcessGroupGloo(store, transport.rank, transport.world_size, options)
+    sum_of = c10d.AllreduceOptions()
 
     def bind(buffer: Tensor) -> Callable[[], object]:
         tensors = [buffer]

@@ -8,9 +8,10 @@ turns inside a round, so that whatever the machine does meanwhile, it does to al
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,9 +24,9 @@ from murmura.benchmarks.sizes import format_size
 from murmura.benchmarks.spec import ELEMENT_BYTES, AllReduceSpec, most_per_batch, num_buffers
 
 BATCH_SECONDS = 0.02  # a slow contestant gets shorter batches, so that there are many rounds for all
-MIN_ROUNDS = 5
-MAX_ROUNDS = 20_000
+MIN_ROUNDS = 5  # fewer, and a median means nothing
 TRIAL_OPERATIONS = 8
+BARRIERS = 2  # the first wakes those who slept while others wrote; after the second all start together
 PATTERN = 97  # a prime, so that no chunk of any rank looks like another
 
 
@@ -99,20 +100,16 @@ def _measure_size(
     lanes = []
     for lane in _lanes(transport, contestants, size_bytes):
         op_seconds = _agreed(transport, _warm_up(transport, lane))
-        lanes.append(_with_batch(lane, size_bytes, op_seconds))
+        lanes.append(replace(lane, batch=num_per_batch(size_bytes, op_seconds)))
         tell(0.0, 0)
+    rounds: list[list[float]] = []
     started = time.perf_counter()
-    for lane in lanes:
-        _time_batch(transport, lane, number=0)
-    rounds = num_rounds(seconds, _agreed(transport, time.perf_counter() - started))
-
-    times = torch.zeros(rounds, len(lanes), dtype=torch.float64)
-    for number in range(rounds):
-        for turn in range(len(lanes)):
-            place = (number + turn) % len(lanes)  # nobody always follows the same one
-            times[number, place] = _time_batch(transport, lanes[place], number)
-        tell((number + 1) / rounds, rounds)
+    while (elapsed := _agreed(transport, time.perf_counter() - started)) < seconds or len(rounds) < MIN_ROUNDS:
+        tell(min(elapsed / seconds, len(rounds) / MIN_ROUNDS, 0.99), 0)
+        rounds.append(_run_round(transport, lanes, len(rounds)))
+    times = torch.tensor(rounds, dtype=torch.float64)
     transport.all_reduce(times, "max")
+    tell(1.0, len(rounds))
     return [
         Sample(size_bytes, lane.contestant.name, lane.batch, tuple(times[:, place].tolist()))
         for place, lane in enumerate(lanes)
@@ -139,12 +136,22 @@ def _warm_up(transport: Transport, lane: Lane) -> float:
     check_sum(buffer, transport.world_size, lane.contestant.name)
     for call in lane.calls[1:]:
         call()
-    calls = lane.calls[:TRIAL_OPERATIONS]
     transport.barrier()
-    started = time.perf_counter()
-    for call in calls:
+    trials = []
+    for call in lane.calls[:TRIAL_OPERATIONS]:
+        started = time.perf_counter()
         call()
-    return (time.perf_counter() - started) / len(calls)
+        trials.append(time.perf_counter() - started)
+    return statistics.median(trials)
+
+
+def _run_round(transport: Transport, lanes: Sequence[Lane], number: int) -> list[float]:
+    """What `_time_batch` says of each lane in round `number`."""
+    times = [0.0] * len(lanes)
+    for turn in range(len(lanes)):
+        place = (number + turn) % len(lanes)  # nobody always follows the same one
+        times[place] = _time_batch(transport, lanes[place], number)
+    return times
 
 
 def _time_batch(transport: Transport, lane: Lane, number: int) -> float:
@@ -153,7 +160,8 @@ def _time_batch(transport: Transport, lane: Lane, number: int) -> float:
     for index in picked:
         lane.buffers[index].fill_(transport.rank + 1)
     calls = [lane.calls[index] for index in picked]
-    transport.barrier()
+    for _ in range(BARRIERS):
+        transport.barrier()
     started = time.perf_counter()
     for call in calls:
         call()
@@ -170,18 +178,9 @@ def _agreed(transport: Transport, seconds: float) -> float:
 # Plain arithmetic
 
 
-def _with_batch(lane: Lane, size_bytes: int, op_seconds: float) -> Lane:
-    return Lane(lane.contestant, lane.buffers, lane.calls, num_per_batch(size_bytes, op_seconds))
-
-
 def num_per_batch(size_bytes: int, op_seconds: float) -> int:
     """How many all-reduces of `op_seconds` each to time together: as many as a short while holds."""
     return max(1, min(most_per_batch(size_bytes), int(BATCH_SECONDS / op_seconds)))
-
-
-def num_rounds(seconds: float, round_seconds: float) -> int:
-    """How many rounds fill `seconds`; never so few that a median means nothing."""
-    return max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds / round_seconds)))
 
 
 def pattern(numel: int, rank: int) -> Tensor:

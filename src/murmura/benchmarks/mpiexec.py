@@ -42,12 +42,14 @@ def find_mpiexec() -> str:
     return found
 
 
-def run_under_mpiexec(spec: AllReduceSpec, folder: Path) -> Measurement:
-    """Measure `spec` on ranks started by mpiexec; they are gone when this returns or raises."""
-    command = [
-        *(find_mpiexec(), "-n", str(spec.ranks), "-genv", "MURMURA_JOB_ID", uuid.uuid4().hex),
-        *(sys.executable, "-m", "murmura.benchmarks.mpi_rank", str(folder)),
-    ]
+def run_under_mpiexec(spec: AllReduceSpec, folder: Path, wait_seconds: float) -> Measurement:
+    """Measure `spec` on ranks started by mpiexec, where no wait of murmura's lasts longer than `wait_seconds`.
+
+    The ranks are gone when this returns or raises.
+    """
+    command = [find_mpiexec(), "-n", str(spec.ranks)]
+    command += ["-genv", "MURMURA_JOB_ID", uuid.uuid4().hex, "-genv", "MURMURA_TIMEOUT", str(wait_seconds)]
+    command += [sys.executable, "-m", "murmura.benchmarks.mpi_rank", str(folder)]
     (folder / "order.json").write_text(json.dumps(asdict(spec)), encoding="utf-8")
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)

@@ -18,7 +18,7 @@ PERIOD_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the size of this index has come; `rounds` is 0 until their number is settled."""
+    """How far the size of this index has come; at its end `rounds` says how many there were."""
 
     index: int
     size_bytes: int

@@ -1,22 +1,22 @@
 """The result of a benchmark, and its JSON form.
 
-    benchmark           "all-reduce"
-    schema_version      1; grows when a field changes its meaning
-    date                when the measurement ended, ISO 8601, UTC
-    command             the command that repeats it
-    machine             cpu (model), cores (usable by this process), system, python, torch, murmura
-    ranks               processes, all on this machine
-    operation, dtype    "sum", "float32"
-    seconds_per_size    as ordered
-    contestants         by name: what it was, with versions
-    rows                one for each size and contestant:
-        size_bytes      length of the message on each rank
-        contestant      "murmura allocated", "murmura any tensor", "gloo", "mpich"
-        microseconds    of one all-reduce: the median over the rounds of the slowest rank's time
-        quartiles       [first, third] of the same, in microseconds
-        gb_per_s        size_bytes / time, in 1e9 bytes a second
-        rounds, batch   how often it was measured, and how many all-reduces were timed together each time
-        ratio           on murmura's rows, by peer: the peer's median / this median. Above 1, murmura is faster
+benchmark           "all-reduce"
+schema_version      1; grows when a field changes its meaning
+date                when the measurement ended, ISO 8601, UTC
+command             the command that repeats it
+machine             cpu (model), cores (usable by this process), system, python, torch, murmura
+ranks               processes, all on this machine
+operation, dtype    "sum", "float32"
+seconds_per_size    as ordered
+contestants         by name: what it was, with versions
+rows                one for each size and contestant:
+    size_bytes      length of the message on each rank
+    contestant      "murmura allocated", "murmura any tensor", "gloo", "mpich"
+    microseconds    of one all-reduce: the median over the rounds of the slowest rank's time
+    quartiles       [first, third] of the same, in microseconds
+    gb_per_s        size_bytes / time, in 1e9 bytes a second
+    rounds, batch   how often it was measured, and how many all-reduces were timed together each time
+    ratio           on murmura's rows, by peer: the peer's median / this median. Above 1, murmura is faster
 """
 
 from __future__ import annotations

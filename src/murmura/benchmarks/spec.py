@@ -16,7 +16,7 @@ from murmura.types import parse
 ELEMENT_BYTES = 4  # float32
 POOL_BYTES = 96 * 2**20  # more than the caches hold: a buffer comes back cold, as a gradient does
 POOL_BUFFERS = (2, 64)
-BATCH_BYTES = 64 * 2**20
+BATCH_BYTES = 16 * 2**20
 BATCH_OPERATIONS = 64
 
 
@@ -79,10 +79,8 @@ class AllReduceSpec:
     def command(self) -> str:
         """The command that gives this order."""
         sizes = ",".join(format_size(size).replace(" ", "") for size in self.sizes_bytes)
-        peers = ",".join(self.peers)
-        return (
-            f"murmura bench all-reduce --ranks {self.ranks} --sizes {sizes} --against {peers} --seconds {self.seconds:g}"
-        )
+        options = {"ranks": self.ranks, "sizes": sizes, "against": ",".join(self.peers), "seconds": f"{self.seconds:g}"}
+        return " ".join(["murmura bench all-reduce", *(f"--{name} {value}" for name, value in options.items())])
 
     def needed_bytes(self, size_bytes: int) -> int:
         """About the memory that all ranks use together at one size: two pools, staging, the check of the sum."""

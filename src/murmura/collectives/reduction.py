@@ -81,7 +81,8 @@ class Reduction:
         if self._mean and self.uses_numpy:
             self._scale = np.multiply if self._exact else np.divide
             # An array of no dimensions costs numpy half of what a Python number does.
-            self._operand = torch.tensor(1.0 / world_size if self._exact else world_size, dtype=dtype).numpy()
+            self._complex = dtype.is_complex
+            self._operand = torch.tensor(1.0 / world_size if self._exact else world_size, dtype=dtype.to_real()).numpy()
 
     def array(self, flat: Tensor) -> Any:
         """A view of `flat` in the form `reduce` takes."""
@@ -102,17 +103,17 @@ class Reduction:
         if self._mean:
             self._divide(out)
 
-    def bound_reduce(self, even: Sequence[Any], odd: Sequence[Any], out: Any) -> Callable[[int], None]:
-        """`reduce` of one of two lists of inputs into `out`, by parity, with as little Python as can be."""
+    def bound_reduce(self, even: Sequence[Any], odd: Sequence[Any]) -> Callable[[int, Any], None]:
+        """`reduce` of one of two lists of inputs, by parity, with as little Python as can be."""
         if self._wide or len(even) != 2:
             both = (even, odd)
-            return lambda parity: self.reduce(both[parity], out)
+            return lambda parity, out: self.reduce(both[parity], out)
         combine, pairs = self._combine, ((even[0], even[1]), (odd[0], odd[1]))
         divide = self._divide if self._mean else None
 
-        def reduce_pair(parity: int) -> None:
+        def reduce_pair(parity: int, out: Any) -> None:
             one, other = pairs[parity]
-            combine(one, other, out)
+            combine(one, other, out=out)
             if divide is not None:
                 divide(out)
 
@@ -135,7 +136,9 @@ class Reduction:
 
     def _divide(self, total: Any) -> None:
         if self.uses_numpy:
-            self._scale(total, self._operand, total)
+            if self._complex:  # part by part: numpy's complex division rounds more often
+                total = total.view(self._operand.dtype)
+            self._scale(total, self._operand, out=total)
         elif self._exact:
             total.mul_(1.0 / self.world_size)
         else:

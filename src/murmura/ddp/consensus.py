@@ -14,11 +14,9 @@ from murmura.ddp.replica import ModelReplica
 @torch.no_grad()
 def consensus_distance(replica: ModelReplica) -> float:
     """The root mean square, over the ranks, of the Euclidean distance of a rank's parameters to their mean."""
-    means = average_together(replica.transport, [parameter.double() for parameter in replica.parameters])
-    squares = sum(
-        float((parameter.double() - mean).abs().square().sum())
-        for parameter, mean in zip(replica.parameters, means, strict=True)
-    )
+    own = [p.to(torch.complex128 if p.is_complex() else torch.float64) for p in replica.parameters]
+    means = average_together(replica.transport, own)
+    squares = sum(float((each - mean).abs().square().sum()) for each, mean in zip(own, means, strict=True))
     total = torch.tensor([squares], dtype=torch.float64)
     replica.transport.all_reduce(total, "mean")
     return float(total.sqrt())

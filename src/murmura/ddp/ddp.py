@@ -113,6 +113,11 @@ class DDP(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of the module, or one that torch's DDP saved with its prefix."""
+        if assign:
+            raise UsageError(
+                "load_state_dict(assign=True) would replace the parameters that DDP keeps together. "
+                "Leave assign out, or load into the module before wrapping it."
+            )
         own = self.module.state_dict().keys()
         if not any(name in own for name in state_dict) and all(name.startswith("module.") for name in state_dict):
             state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}

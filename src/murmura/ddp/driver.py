@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,33 +50,38 @@ class Driver:
         self._broadcasts_buffers = broadcasts_buffers and bool(replica.buffers)
         self._verify_every = verify_every
         self._nonfinite = nonfinite
+        self._closed = False
         self._open = False  # a round has begun
         self._held_back = False  # a backward inside no_sync waits for its round
         self._syncing = True  # False inside no_sync
-        self._armed = False  # the backward under way will call us at its end
-        self._observed: list[int] = []  # parameters in the order of their gradients in the first round
+        self._came = False  # the backward under way has left a gradient in a parameter
+        self._armed: Callable[[], object] = _nothing  # what the backward under way will call at its end, if it lives
+        self._observed: list[int] | None = None  # parameters in the order of their gradients in the first round
+        self._is_ordered = False  # whether that order has been taken over
         self._planned: list[int] = []
         self._parameter_hooks: dict[int, Any] = {}
-        self._rounds = GradientRounds(f"{self.channel.name}-rank{self.channel.rank}")
+        self.algorithm = algorithm.reify(self.channel)  # may refuse, so it comes before the hooks
+        self._rounds = GradientRounds(f"{self.channel.name}-rank{self.channel.rank}", self.channel.world_size)
+        self._rounds.close_with(self)
         self._plan(list(reversed(replica.trainable())))
         self._module_hooks = hooks.hook_module(self, module)
         steps.listen(self, replica.parameters)
-        self.algorithm: AlgorithmImpl
-        self.start(algorithm)
+        self._start(self.algorithm)
 
     # The algorithm
 
-    def start(self, algorithm: Algorithm) -> None:
+    def _start(self, algorithm: AlgorithmImpl) -> None:
         """Run `algorithm` from the next round on."""
-        self.algorithm = algorithm.reify(self.channel)
-        self._rounds.exchange = self.algorithm.on_bucket_ready
-        self.algorithm.setup(self.replica)
+        self.algorithm = algorithm
+        self._rounds.exchange = algorithm.on_bucket_ready
+        algorithm.setup(self.replica)
 
     def switch(self, algorithm: Algorithm) -> None:
         """Close the running algorithm and start another, between rounds."""
         self._refuse_unfinished("set_algorithm()")
+        successor = algorithm.reify(self.channel)  # may refuse; then the old one goes on
         self.algorithm.close()
-        self.start(algorithm)
+        self._start(successor)
 
     @property
     def _exchanges_gradients(self) -> bool:
@@ -113,11 +118,11 @@ class Driver:
         if thawed:
             agreement.check_same_model(self.channel, [replica.names[index] for index in thawed])
             self._plan(sorted({*self._planned, *thawed}, reverse=True))
-        elif self._observed:
+        elif self._observed is not None and not self._is_ordered:
+            self._is_ordered = True
             rest = [index for index in self._planned if index not in set(self._observed)]
             order = torch.tensor([*self._observed, *rest])
             self.channel.broadcast(order, 0)
-            self._observed = []
             if order.tolist() != self._planned:
                 self._plan(order.tolist())
 
@@ -125,10 +130,14 @@ class Driver:
 
     def before_forward(self) -> None:
         """A training forward begins; the first of a round opens it."""
+        if self._armed() is not None:
+            return  # a checkpoint computes again what the backward under way needs
+        self._refuse_unfinished("forward")
         if self._open:
             return
-        self._refuse_unfinished("forward")
         replica = self.replica
+        if not self.joining.active:
+            self.joining.round_ended()  # of a batch that a loop was left with
         self._revise_plan()
         if self._verify_every and replica.round and replica.round % self._verify_every == 0:
             self.verify()
@@ -150,14 +159,13 @@ class Driver:
         if not self._syncing:
             self._held_back = True
             return
-        if not self._exchanges_gradients:
-            return
+        self._came = True
         self._arm()
-        self._rounds.gradient_came(parameter, self.joining.weight, self.replica.round)
+        if self._exchanges_gradients:
+            self._rounds.gradient_came(parameter, self.joining.weight, self.replica.round)
 
     def _arm(self) -> None:
-        if self._syncing and not self._armed:
-            self._armed = True
+        if self._syncing and self._armed() is None:
             reference = weakref.ref(self)
 
             def end() -> None:
@@ -165,12 +173,13 @@ class Driver:
                 if driver is not None:
                     driver._end_of_backward()
 
+            self._armed = weakref.ref(end)  # a backward that raises drops its callbacks
             hooks.at_end_of_backward(end)
 
     def _end_of_backward(self) -> None:
-        self._armed = False
+        self._armed = _nothing
         # torch.autograd.grad passes the outputs too, but leaves no gradient in a parameter: that is no round.
-        if self._syncing and (self._rounds.under_way or not self._exchanges_gradients):
+        if self._syncing and self._came:
             self._finish()
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -199,18 +208,18 @@ class Driver:
     def _finish(self, *, one_by_one: bool = False) -> None:
         replica = self.replica
         if self._exchanges_gradients:
-            if replica.round == 0:
+            if self._observed is None:
                 position = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
                 self._observed = [position[id(parameter)] for parameter in self._rounds.observed]
-            weight = self.joining.weight
-            self._rounds.finish(weight, replica.round, one_by_one=one_by_one, read_tails=self.joining.active)
-            if self.joining.active and self.algorithm.averages:
+            weight, weighs = self.joining.weight, self.joining.weighs
+            self._rounds.finish(weight, replica.round, one_by_one=one_by_one, read_tails=weighs)
+            if weighs and self.algorithm.averages:
                 weigh(replica.buckets)
             self._check_finite()
         self.algorithm.after_backward()
         self.joining.round_ended()
         replica.round += 1
-        self._open = self._held_back = False
+        self._open = self._held_back = self._came = False
 
     def _check_finite(self) -> None:
         if self._nonfinite is NonFinite.PASS:
@@ -241,10 +250,16 @@ class Driver:
 
     def close(self) -> None:
         """Remove the hooks and end the communication thread; may be called again."""
+        if self._closed:
+            return
+        self._closed = True
         for handle in [*self._module_hooks, *self._parameter_hooks.values()]:
             handle.remove()
-        self._module_hooks, self._parameter_hooks = [], {}
         steps.stop_listening(self.replica.parameters)
         self.algorithm.close()
         self.channel.close()
         self._rounds.close()
+
+
+def _nothing() -> None:
+    """What stands for a reference to nothing."""

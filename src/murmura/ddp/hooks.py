@@ -30,20 +30,39 @@ class Hooked(Protocol):
 
 
 def hook_module(owner: Hooked, module: nn.Module) -> list[Any]:
-    """Hooks around the training forwards of `module`."""
-    reference = weakref.ref(owner)
-    hooked = weakref.ref(module)
+    """Hooks around the forwards of `module`."""
+    before, after = _Before(owner, module), _After(owner, module)
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
-    def before(called: nn.Module, args: Any) -> None:
-        owner = reference()
-        if owner is not None and called is hooked() and called.training and torch.is_grad_enabled():
+
+class _ModuleHook:
+    """A hook of one module and one wrapper; a copy of the module, deep or pickled, gets one that does nothing."""
+
+    def __init__(self, owner: Hooked, module: nn.Module) -> None:
+        self._owner = weakref.ref(owner)
+        self._module = weakref.ref(module)
+
+    def owner_of(self, called: nn.Module) -> Hooked | None:
+        """The wrapper, if `called` is its module and records a graph."""
+        return self._owner() if called is self._module() and torch.is_grad_enabled() else None
+
+    def __reduce__(self) -> Any:
+        return _inert, ()
+
+
+class _Before(_ModuleHook):
+    def __call__(self, called: nn.Module, args: Any) -> None:
+        owner = self.owner_of(called)
+        if owner is not None and called.training:
             owner.before_forward()
 
-    def after(called: nn.Module, args: Any, output: Any) -> None:
-        owner = reference()
-        if owner is None or called is not hooked() or not called.training or not torch.is_grad_enabled():
+
+class _After(_ModuleHook):
+    def __call__(self, called: nn.Module, args: Any, output: Any) -> None:
+        owner = self.owner_of(called)
+        if owner is None:
             return
-        replayed = owner.joining.replaying
+        reference, replayed = self._owner, owner.joining.replaying
 
         def on_gradient(gradient: Tensor) -> Tensor | None:
             owner = reference()
@@ -53,7 +72,13 @@ def hook_module(owner: Hooked, module: nn.Module) -> list[Any]:
             if tensor.requires_grad:
                 tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
-    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+def _inert() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*args: Any) -> None:
+    """The hook of a copy."""
 
 
 def hook_parameter(owner: Hooked, parameter: nn.Parameter) -> Any:

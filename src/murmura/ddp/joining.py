@@ -30,7 +30,14 @@ class Joining:
     @property
     def weight(self) -> float:
         """This rank's share of real batches in the round."""
-        return self._num_real / self._num_batches if self.active and self._num_batches else 1.0
+        if self._num_batches:
+            return self._num_real / self._num_batches
+        return 0.0 if self.replaying else 1.0  # a further round of the same batch
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the round has batches of a join in it, some of which may be replayed on another rank."""
+        return self.active or self._num_batches > 0
 
     def round_ended(self) -> None:
         self._num_batches = self._num_real = 0

@@ -23,13 +23,18 @@ class ModelReplica:
                 f"ignore names {', '.join(map(repr, unknown))}, which the module does not have. "
                 "Take names from module.named_parameters() and module.named_buffers()."
             )
+        self._module = module
         self.transport = transport
         self.round = 0
         self.buckets: list[Bucket] = []
         self.names = [name for name in parameters if name not in ignore]
         self.parameters = [parameters[name] for name in self.names]
         self.buffer_names = [name for name in buffers if name not in ignore]
-        self.buffers: list[Tensor] = [buffers[name] for name in self.buffer_names]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Looked up each time: a module may put another tensor in the place of a buffer."""
+        return [self._module.get_buffer(name) for name in self.buffer_names]
 
     def describe(self) -> list[str]:
         """A line for each parameter and buffer: what all ranks must have alike."""

@@ -7,6 +7,8 @@ parameters count as used.
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -14,17 +16,18 @@ import torch
 from torch import nn
 
 from murmura.buckets import Bucket, Tail
-from murmura.errors import CollectiveMismatch, UsageError
+from murmura.errors import CollectiveMismatch, MurmuraError, UsageError
 from murmura.transports.order import Order, Ticket
 
 
 class GradientRounds:
     """The gradients of one model on one rank; `exchange` is what the algorithm does with a full bucket."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, world_size: int) -> None:
         self.exchange: Callable[[Bucket], None]
         self.observed: list[nn.Parameter] = []  # in the order their gradients came, of the round under way
         self._order = Order(name)
+        self._world_size = world_size
         self.use([])
 
     def use(self, buckets: Sequence[Bucket]) -> None:
@@ -94,6 +97,10 @@ class GradientRounds:
     def close(self) -> None:
         self._order.close()
 
+    def close_with(self, owner: object) -> None:
+        """Let the communication thread end when `owner` is gone, after what is queued."""
+        weakref.finalize(owner, self._order._jobs.put, None).atexit = False  # to join it might take a deadline
+
     def _bring_home(self, bucket: Bucket, slot: int) -> None:
         parameter, view = bucket.parameters[slot], bucket.views[slot]
         gradient = parameter.grad
@@ -108,20 +115,23 @@ class GradientRounds:
             parameter.grad = view
 
     def _send_off(self, bucket: Bucket, weight: float, number: int) -> None:
-        bucket.write_tail(self._ready[bucket.index], weight, self._fingerprint(number))
+        bucket.write_tail(self._ready[bucket.index], weight, self._fingerprint(bucket, number))
         stream = torch.cuda.current_stream(bucket.flat.device) if bucket.flat.is_cuda else None
 
-        def exchange() -> None:
-            if stream is None:
-                self.exchange(bucket)
-                return
-            with torch.cuda.stream(stream):
-                self.exchange(bucket)
+        what = f"bucket {bucket.index} (first parameter {bucket.names[0]!r}) of round {number}"
 
-        self._tickets.append(self._order.submit(f"bucket {bucket.index} of round {number}", exchange))
+        def exchange() -> None:
+            try:
+                with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                    self.exchange(bucket)
+            except MurmuraError as error:
+                error.add_note(f"It was the exchange of {what}.")
+                raise
+
+        self._tickets.append(self._order.submit(what, exchange))
 
     def _settle(self, bucket: Bucket, number: int, read_tails: bool) -> None:
-        """Give every parameter that any rank used its mean gradient; leave the others as they are."""
+        """Give every parameter that any rank used its mean gradient; leave the others without one."""
         ready = self._ready[bucket.index]
         # Reading the tail makes the host wait for a GPU: there only if there is something to learn from it.
         if bucket.flat.is_cuda and all(ready) and not read_tails:
@@ -129,15 +139,17 @@ class GradientRounds:
         tail = bucket.read_tail()
         self._check_fingerprint(bucket, tail, number)
         for slot, (parameter, share) in enumerate(zip(bucket.parameters, tail.used, strict=True)):
-            if share > 0 and not ready[slot]:
-                parameter.grad = bucket.views[slot]
+            if not ready[slot]:
+                # None, if nobody used it: a frozen one may hold an old gradient here and none elsewhere.
+                parameter.grad = bucket.views[slot] if share > 0 else None
 
-    def _fingerprint(self, number: int) -> float:
-        # Small whole numbers, whose mean over equal ranks is exact in every dtype, bf16 included.
-        return float((self._layout + number) % 127)
+    def _fingerprint(self, bucket: Bucket, number: int) -> float:
+        # Whole numbers so small that even their sum over the ranks is exact in the dtype of the bucket.
+        largest_exact = int(2 / torch.finfo(bucket.flat.dtype).eps)
+        return float((self._layout + number) % max(1, largest_exact // self._world_size))
 
     def _check_fingerprint(self, bucket: Bucket, tail: Tail, number: int) -> None:
-        if tail.fingerprint != self._fingerprint(number):
+        if tail.fingerprint != self._fingerprint(bucket, number):
             raise CollectiveMismatch(
                 f"in round {number}, bucket {bucket.index} (first parameter {bucket.names[0]!r}) met other ranks' "
                 "buckets of another round or layout. Every rank must run the same number of backwards outside "

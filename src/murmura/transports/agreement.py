@@ -12,29 +12,31 @@ from murmura.transports.checks import describe
 from murmura.transports.failures import mismatch
 
 Move = Callable[[Pairs, Pairs, float], None]
-"""An exchange of flat CPU tensors: sends, recvs, seconds."""
+"""An exchange of flat tensors where the transport works: sends, recvs, seconds."""
 
 _TEXT_BYTES = 256
 
 
-def _note(text: str) -> Tensor:
+def _note(text: str, device: torch.device) -> Tensor:
     data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
-def _blank() -> Tensor:
-    return torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+def _blank(device: torch.device) -> Tensor:
+    return torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device=device)
 
 
 def _text(note: Tensor) -> str:
     return bytes(note.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
-def on_collective(move: Move, call: str, rank: int, world_size: int, operation: str, timeout: float) -> None:
+def on_collective(
+    move: Move, call: str, rank: int, world_size: int, operation: str, timeout: float, device: torch.device
+) -> None:
     """Tell all ranks `call` and hear theirs; raise `CollectiveMismatch` with the table if they differ."""
     peers = [peer for peer in range(world_size) if peer != rank]
-    notes = {peer: _blank() for peer in peers}
-    own = _note(call)
+    notes = {peer: _blank(device) for peer in peers}
+    own = _note(call, device)
     move([(own, peer) for peer in peers], [(notes[peer], peer) for peer in peers], timeout)
     calls = {peer: _text(note) for peer, note in notes.items()}
     calls[rank] = _text(own)
@@ -42,12 +44,12 @@ def on_collective(move: Move, call: str, rank: int, world_size: int, operation: 
         raise mismatch(rank, operation, calls)
 
 
-def on_exchange(move: Move, sends: Pairs, recvs: Pairs, rank: int, timeout: float) -> None:
+def on_exchange(move: Move, sends: Pairs, recvs: Pairs, rank: int, timeout: float, device: torch.device) -> None:
     """Tell receivers what is coming and hear what they want, and the other way round; both ends raise if it differs."""
-    coming = [(_blank(), src) for _, src in recvs]
-    move([(_note(describe(tensor)), dst) for tensor, dst in sends], coming, timeout)
-    wanted = [(_blank(), dst) for _, dst in sends]
-    move([(_note(describe(out)), src) for out, src in recvs], wanted, timeout)
+    coming = [(_blank(device), src) for _, src in recvs]
+    move([(_note(describe(tensor), device), dst) for tensor, dst in sends], coming, timeout)
+    wanted = [(_blank(device), dst) for _, dst in sends]
+    move([(_note(describe(out), device), src) for out, src in recvs], wanted, timeout)
     for (tensor, dst), (note, _) in zip(sends, wanted, strict=True):
         if _text(note) != describe(tensor):
             calls = {rank: f"send(dst={dst}) of {describe(tensor)}", dst: f"recv(src={rank}) of {_text(note)}"}

@@ -21,8 +21,8 @@ from murmura.transports.order import Order, Ticket
 class TransportCore(ABC):
     """What a rank's end of a world is, before it can exchange anything."""
 
-    _stages_on_host = False
-    """Whether tensors of other devices go through host memory: a backend that only knows CPU memory says True."""
+    _works_on: torch.device | None = None
+    """The device whose memory the backend works in; tensors of other kinds are brought there. None: any."""
 
     def __init__(
         self, rank: int, world_size: int, *, hosts: Sequence[int] | None = None, timeout: float = 600.0, name: str = ""
@@ -108,8 +108,10 @@ class TransportCore(ABC):
         Holds the values of `tensor` if `load`; `store` brings them back.
         """
         tensor = tensor.detach()
-        if (self._stages_on_host and tensor.device.type != "cpu") or not tensor.is_contiguous():
-            device = torch.device("cpu") if self._stages_on_host else tensor.device
+        device = tensor.device
+        if self._works_on is not None and device.type != self._works_on.type:
+            device = self._works_on
+        if device != tensor.device or not tensor.is_contiguous():
             flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=device)
             if load:
                 flat.view(tensor.shape).copy_(tensor)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from murmura.collectives.chunks import chunk_bounds, plan_segments
@@ -64,7 +65,7 @@ class _Board:
 class InProcessTransport(Transport):
     """One rank of a world of threads; made by `create_group`."""
 
-    _stages_on_host = True
+    _works_on = torch.device("cpu")
 
     def __init__(
         self,

@@ -76,7 +76,10 @@ class ProcessGroupTransport(Transport):
         self._group = process_group
         self._backend = str(process_group.name()).lower()
         self._on_cuda = "nccl" in self._backend
-        self._stages_on_host = not self._on_cuda
+        # Gloo works in host memory, NCCL on this process's GPU; tensors elsewhere are brought there and back.
+        self._works_on: torch.device = (
+            torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
+        )
         if store is None and hasattr(process_group, "get_group_store"):
             store = under(process_group.get_group_store(), "murmura")
         self._store = store
@@ -132,7 +135,7 @@ class ProcessGroupTransport(Transport):
                     + [f"recv(src={src}) of {describe(out)}" for out, src in recvs]
                 )
                 if self.check is Check.ALWAYS:
-                    agreement.on_exchange(self._move, sends, recvs, self.rank, self._seconds(timeout))
+                    agreement.on_exchange(self._move, sends, recvs, self.rank, self._seconds(timeout), self._works_on)
             self._move(outgoing, incoming, self._seconds(timeout))
             for (flat, _), (out, _) in zip(incoming, recvs, strict=True):
                 bring_back(flat, out)
@@ -214,15 +217,16 @@ class ProcessGroupTransport(Transport):
 
     def _barrier(self, timeout: float | None) -> None:
         self._agree("barrier()", timeout)
-        token = torch.zeros(1, device="cuda" if self._on_cuda else "cpu")
+        token = torch.zeros(1, device=self._works_on)
         options = dist.AllreduceOptions()
         self._await(lambda limit: self._group.allreduce([token], _limited(options, limit)), timeout)
 
     def _agree(self, call: str, timeout: float | None) -> None:
         self._call = call
         if self.check is Check.ALWAYS and self.world_size > 1:
+            seconds = self._seconds(timeout)
             agreement.on_collective(
-                self._move, call, self.rank, self.world_size, self._operation, self._seconds(timeout)
+                self._move, call, self.rank, self.world_size, self._operation, seconds, self._works_on
             )
 
     # Waiting and failing
@@ -246,6 +250,8 @@ class ProcessGroupTransport(Transport):
 
     def _move(self, sends: Pairs, recvs: Pairs, timeout: float) -> None:
         """Exchange flat tensors as bytes; receives are posted first (on Gloo that is twice as fast)."""
+        if not sends and not recvs:
+            return
 
         def start(limit: timedelta) -> Any:
             if self._on_cuda:
@@ -281,13 +287,14 @@ class ProcessGroupTransport(Transport):
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
     def _start_coalesced(self, sends: Pairs, recvs: Pairs) -> Any:
-        device = torch.device("cuda", torch.cuda.current_device())
-        self._group._start_coalescing(device)
+        # A group of torch.distributed asks for the device; a bare backend, as `join` builds it, has one.
+        device = [self._works_on] if isinstance(self._group, dist.ProcessGroup) else []
+        self._group._start_coalescing(*device)
         for out, src in recvs:
             self._group.recv([out.view(torch.uint8)], src, 0)
         for tensor, dst in sends:
             self._group.send([tensor.view(torch.uint8)], dst, 0)
-        return self._group._end_coalescing(device)
+        return self._group._end_coalescing(*device)
 
     def _await(self, start: Callable[[timedelta], Any], timeout: float | None) -> None:
         """Start works of the group and wait for all of them; their failure becomes one of ours."""

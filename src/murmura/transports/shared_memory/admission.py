@@ -2,7 +2,7 @@
 
 They meet at an abstract Unix socket: it has no file and no port, and ends with the process that holds it. Rank 0
 holds it; both sides ask the kernel who the other is and talk only to processes of their own user. Each rank hands
-in a pidfd of itself and gets the segment and everybody's pidfd, so a death is seen whatever became of the pid.
+in a sign of its life, a file descriptor that becomes readable when it dies, and gets the segment and everybody's sign.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ MAX_RANKS = 250  # a message carries at most 253 file descriptors
 
 @dataclass(frozen=True)
 class Admission:
-    """What a rank holds once everybody has come: the segment's memfd, and a pidfd of each rank."""
+    """What a rank holds once everybody has come: the segment's memfd, and a sign of life of each rank."""
 
     segment_fd: int
-    pidfds: tuple[int, ...]
+    life_fds: tuple[int, ...]
+    own_life: int  # to be kept open as long as this rank lives; -1 if the kernel does it
 
 
 def meeting_address(key: str) -> str:
@@ -39,19 +40,37 @@ def meeting_address(key: str) -> str:
 def admit(key: str, rank: int, world_size: int, segment_fd: int | None, timeout: float) -> Admission:
     """Meet the other ranks of the job `key`; rank 0 brings the segment. Raises `RendezvousError` at the deadline."""
     deadline = time.monotonic() + timeout
-    own_pidfd = os.pidfd_open(os.getpid())
+    sign, own_life = _sign_of_life()
     try:
         if rank == 0:
             assert segment_fd is not None
-            return _host(key, world_size, segment_fd, own_pidfd, deadline, timeout)
-        return _visit(key, rank, world_size, own_pidfd, deadline, timeout)
+            fds = _host(key, world_size, segment_fd, sign, deadline, timeout)
+        else:
+            fds = _visit(key, rank, world_size, sign, deadline, timeout)
+    except BaseException:
+        if own_life >= 0:
+            os.close(own_life)
+        raise
     finally:
-        os.close(own_pidfd)
+        os.close(sign)
+    return Admission(fds[0], tuple(fds[1:]), own_life)
 
 
-def _host(key: str, world_size: int, segment_fd: int, own_pidfd: int, deadline: float, timeout: float) -> Admission:
+def _sign_of_life() -> tuple[int, int]:
+    """A file descriptor that becomes readable for whoever holds it when this process dies; and what keeps it quiet.
+
+    A pidfd, which sees the death itself. Where the kernel has none (gVisor, for one), the read end of a pipe whose
+    write end dies with us: unless a child that we forked still holds it.
+    """
+    try:
+        return os.pidfd_open(os.getpid()), -1
+    except (OSError, AttributeError):
+        return os.pipe()
+
+
+def _host(key: str, world_size: int, segment_fd: int, sign: int, deadline: float, timeout: float) -> list[int]:
     guests: dict[int, socket.socket] = {}
-    pidfds = {0: os.dup(own_pidfd)}
+    life_fds = {0: os.dup(sign)}
     refused: list[str] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         try:
@@ -63,9 +82,9 @@ def _host(key: str, world_size: int, segment_fd: int, own_pidfd: int, deadline: 
             ) from error
         door.listen(world_size)
         try:
-            while len(pidfds) < world_size:
+            while len(life_fds) < world_size:
                 if not _readable(door, deadline):
-                    missing = tuple(rank for rank in range(world_size) if rank not in pidfds)
+                    missing = tuple(rank for rank in range(world_size) if rank not in life_fds)
                     raise RendezvousError(
                         f"rank 0 waited {timeout:.1f} s, but of {world_size} ranks {_list(missing)} did not come."
                         f"{''.join(' ' + each for each in refused)} Were they started, on this host, as this user, "
@@ -73,26 +92,26 @@ def _host(key: str, world_size: int, segment_fd: int, own_pidfd: int, deadline: 
                         missing,
                     )
                 guest = door.accept()[0]
-                fault = _receive_guest(guest, world_size, guests, pidfds, deadline)
+                fault = _receive_guest(guest, world_size, guests, life_fds, deadline)
                 if fault:
                     refused.append(fault)
                     _send(guest, {"refused": fault})
                     guest.close()
-            fds = [segment_fd, *(pidfds[rank] for rank in range(world_size))]
+            fds = [segment_fd, *(life_fds[rank] for rank in range(world_size))]
             for guest in guests.values():
                 _send(guest, {"world_size": world_size}, fds)
         except BaseException:
-            for fd in pidfds.values():
+            for fd in life_fds.values():
                 os.close(fd)
             raise
         finally:
             for guest in guests.values():
                 guest.close()
-    return Admission(os.dup(segment_fd), tuple(pidfds[rank] for rank in range(world_size)))
+    return [os.dup(segment_fd), *(life_fds[rank] for rank in range(world_size))]
 
 
 def _receive_guest(
-    guest: socket.socket, world_size: int, guests: dict[int, socket.socket], pidfds: dict[int, int], deadline: float
+    guest: socket.socket, world_size: int, guests: dict[int, socket.socket], life_fds: dict[int, int], deadline: float
 ) -> str:
     """Let a rank in; or say why not."""
     if _peer_uid(guest) != os.getuid():
@@ -108,17 +127,17 @@ def _receive_guest(
         fault = f"Rank {rank} believes in a world of {believed} ranks, rank 0 in one of {world_size}."
     elif not 0 < rank < world_size:
         fault = f"A process came as rank {rank}, which is none of 1 to {world_size - 1}."
-    elif rank in pidfds:
+    elif rank in life_fds:
         fault = f"A second process came as rank {rank}."
     if fault:
         for fd in fds:
             os.close(fd)
         return fault
-    guests[rank], pidfds[rank] = guest, fds[0]
+    guests[rank], life_fds[rank] = guest, fds[0]
     return ""
 
 
-def _visit(key: str, rank: int, world_size: int, own_pidfd: int, deadline: float, timeout: float) -> Admission:
+def _visit(key: str, rank: int, world_size: int, sign: int, deadline: float, timeout: float) -> list[int]:
     def give_up(why: str, missing: tuple[int, ...] = ()) -> RendezvousError:
         return RendezvousError(f"rank {rank} waited {timeout:.1f} s {why}", missing)
 
@@ -142,7 +161,7 @@ def _visit(key: str, rank: int, world_size: int, own_pidfd: int, deadline: float
                 f"rank {rank} found a process of another user at its meeting point and told it nothing. "
                 "Choose another job_id, and tell whoever runs this machine."
             )
-        _send(host, {"rank": rank, "world_size": world_size}, [own_pidfd])
+        _send(host, {"rank": rank, "world_size": world_size}, [sign])
         if not _readable(host, deadline):
             raise give_up("for the other ranks to come to rank 0. Its own error names those that did not.")
         message, fds = _receive(host)
@@ -154,7 +173,7 @@ def _visit(key: str, rank: int, world_size: int, own_pidfd: int, deadline: float
         raise RendezvousError(
             f"rank {rank} lost rank 0 while the world was being set up. Rank 0's own error says why.", (0,)
         )
-    return Admission(fds[0], tuple(fds[1:]))
+    return fds
 
 
 def _peer_uid(connection: socket.socket) -> int:

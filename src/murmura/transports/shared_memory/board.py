@@ -49,7 +49,7 @@ def slot_bytes(world_size: int) -> int:
 
 def block_bytes(world_size: int) -> int:
     """What a rank's block takes: words, texts, a line for each pair, and two slots for small messages."""
-    return slots_at(world_size) + 2 * round_up(slot_bytes(world_size))
+    return slots_at(world_size) + 2 * (round_up(slot_bytes(world_size)) + PAGE_BYTES)
 
 
 def slots_at(world_size: int) -> int:
@@ -64,10 +64,11 @@ def digest_of(call: str) -> int:
 class Board:
     """The blocks of a channel's ranks, seen from one of them.
 
-    `blocks[i]` is the place of rank i's block; `pidfds[i]` says whether it lives. Used by one thread at a time.
+    `blocks[i]` is the place of rank i's block; `life_fds[i]` becomes readable when it dies. Used by
+    one thread at a time.
     """
 
-    def __init__(self, segment: Segment, rank: int, blocks: Sequence[int], pidfds: Sequence[int]) -> None:
+    def __init__(self, segment: Segment, rank: int, blocks: Sequence[int], life_fds: Sequence[int]) -> None:
         self.segment = segment
         self.rank = rank
         self.world_size = len(blocks)
@@ -81,15 +82,22 @@ class Board:
         crowded = self.world_size > len(os.sched_getaffinity(0))
         self.spins = 0 if crowded else SPINS
         self._asleep = [self.at[peer] + ASLEEP for peer in self.peers]
-        self._pidfds = list(pidfds)
-        self._rank_of = {pidfds[peer]: peer for peer in self.peers}
+        self._life_fds = list(life_fds)
+        self._rank_of = {life_fds[peer]: peer for peer in self.peers}
         self._deaths = select.poll()
         for fd in self._rank_of:
             self._deaths.register(fd, select.POLLIN)
         self._tolls = 0
-        slots = [place + slots_at(self.world_size) for place in blocks]
-        step = round_up(slot_bytes(self.world_size))
-        self.slots = [[place + parity * step for place in slots] for parity in (0, 1)]
+        step = round_up(slot_bytes(self.world_size)) + PAGE_BYTES
+        # A processor takes a load for a store to another page at the same offset, and waits; tensors often begin at
+        # the start of a page, so slots do not, each at an offset of its own.
+        self.slots = [
+            [
+                place + slots_at(self.world_size) + parity * step + 64 * ((7 + 11 * parity + 3 * peer) % 64)
+                for peer, place in enumerate(blocks)
+            ]
+            for parity in (0, 1)
+        ]
 
     # Telling
 
@@ -200,7 +208,7 @@ class Board:
         stories = []
         for peer in awaited:
             story = f"Rank {peer} last entered #{self.read(peer, ENTERED)}"
-            pid, state = process_state(self._pidfds[peer])
+            pid, state = process_state(self._life_fds[peer])
             if state in ("T", "t"):
                 story += f"; its process (pid {pid}) is stopped"
             elif state:

@@ -22,9 +22,9 @@ ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
 
 
 def is_supported() -> bool:
-    """Whether this platform has what shared memory needs: futexes, memfds and pidfds, that is Linux 5.3 or newer."""
+    """Whether this platform has what shared memory needs: futexes, memfds and abstract sockets, that is Linux."""
     known = sys.platform == "linux" and platform.machine() in _SYSCALL_NUMBERS
-    return known and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+    return known and hasattr(os, "memfd_create")
 
 
 class _Timespec(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""An all-reduce of a small tensor, prepared once for each tensor so that a call is a dozen bytecodes.
+"""An all-reduce of small tensors, prepared once so that a call is a few dozen bytecodes and no torch operation.
 
 Every rank copies its input into its slot, enters, and sums all slots in rank order: one synchronisation. Two slots
 by parity suffice: a rank enters the collective after next only when all have entered the next, and so have left this.
@@ -13,7 +13,6 @@ from enum import Enum, auto
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from murmura.collectives.reduction import HALVES, Reduction
@@ -43,76 +42,79 @@ class Outcome(Enum):
 
 
 class OneShot:
-    """The prepared all-reduce of whatever tensor of this shape and dtype lies at this address.
+    """The prepared all-reduce of tensors of one shape and dtype.
 
-    It holds no reference to the tensor: it is looked up by address, shape and dtype of a tensor that is alive.
-    `fire(number)` runs collective `number`; `finish(number)` its last part, once all have entered.
+    `fire(number, source, result)` runs collective `number` on a tensor: `source` its bytes, `result` its numpy view, as
+    `views` makes them. `finish(number, result)` is the last part, for when a peer came late.
     """
 
     def __init__(self, board: Board, tensor: Tensor, op: ReduceOp, call: str) -> None:
         self.call = call
-        self.fire, self.finish = _prepare(board, tensor, op, digest_of(call))
+        self._num_bytes, self._dtype = tensor.nbytes, tensor.detach().numpy().dtype
+        self.fire, self.finish = self._prepare(board, Reduction(op, tensor.dtype, board.world_size, tensor.device))
 
+    def views(self, tensor: Tensor) -> tuple[memoryview, Any]:
+        """Views of the memory of `tensor` that hold no reference to it.
 
-def _prepare(
-    board: Board, tensor: Tensor, op: ReduceOp, digest: int
-) -> tuple[Callable[[int], Outcome], Callable[[int], Outcome]]:
-    # Everything is a local variable of the two closures: attribute look-ups and method calls would double the time.
-    num_bytes, dtype = tensor.nbytes, tensor.detach().numpy().dtype
-    raw: Any = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(tensor.data_ptr()))
-    source, result = memoryview(raw), raw.view(dtype)
-    segment = board.segment
-    slots = [segment.memory[board.slots[parity][board.rank] :][:num_bytes] for parity in (0, 1)]
-    inputs: list[list[Any]] = [
-        [segment.bytes[place : place + num_bytes].view(dtype) for place in board.slots[parity]] for parity in (0, 1)
-    ]
-    reduction = Reduction(op, tensor.dtype, board.world_size, torch.device("cpu"))
-    words, own, own_digest = board.words, board.own + ENTERED, board.own + DIGEST
-    entered = [board.at[peer] + ENTERED for peer in board.peers]
-    their_digest = DIGEST - ENTERED
-    asleep = [board.at[peer] + ASLEEP for peer in board.peers]
-    spins, yields, sched_yield = range(board.spins), range(YIELDS), os.sched_yield
-    fence, wake_sleepers = board.fence, board.wake_sleepers
-    release, acquire = fence.release, fence.acquire
-    ordered = futex.ORDERED_STORES
-    done, alone, disagreed = Outcome.DONE, Outcome.ALONE, Outcome.DISAGREED
-    reduce = reduction.bound_reduce(inputs[0], inputs[1], result)
+        They are looked up by address, shape and dtype of a tensor that is alive, so they never outlive the memory.
+        """
+        raw: Any = np.ctypeslib.as_array((ctypes.c_uint8 * self._num_bytes).from_address(tensor.data_ptr()))
+        return memoryview(raw), raw.view(self._dtype)
 
-    def fire(number: int) -> Outcome:
-        parity = number & 1
-        slots[parity][:] = source
-        words[own_digest + parity] = digest
-        if not ordered:
-            fence()
-        words[own] = number
-        release()
-        acquire()
-        for at in asleep:
-            if words[at]:
-                wake_sleepers()
-                break
-        for at in entered:
-            if words[at] < number:  # a peer is late
-                for _ in spins:
-                    if words[at] >= number:
-                        break
-                else:
-                    for _ in yields:
-                        sched_yield()
+    def _prepare(self, board: Board, reduction: Reduction) -> tuple[Callable[..., Outcome], Callable[..., Outcome]]:
+        # Everything is a local variable of the two closures: attribute look-ups and method calls would double the time.
+        num_bytes, segment, places = self._num_bytes, board.segment, board.slots
+        slots = [segment.memory[places[parity][board.rank] :][:num_bytes] for parity in (0, 1)]
+        inputs: list[list[Any]] = [
+            [segment.bytes[place : place + num_bytes].view(self._dtype) for place in places[parity]]
+            for parity in (0, 1)
+        ]
+        reduce = reduction.bound_reduce(*inputs)
+        words, own, own_digest, digest = board.words, board.own + ENTERED, board.own + DIGEST, digest_of(self.call)
+        entered = [board.at[peer] + ENTERED for peer in board.peers]
+        asleep = [board.at[peer] + ASLEEP for peer in board.peers]
+        their_digest = DIGEST - ENTERED
+        spins, yields, sched_yield = range(board.spins), range(YIELDS), os.sched_yield
+        fence, wake_sleepers = board.fence, board.wake_sleepers
+        release, acquire = fence.release, fence.acquire
+        ordered = futex.ORDERED_STORES
+        done, alone, disagreed = Outcome.DONE, Outcome.ALONE, Outcome.DISAGREED
+
+        def fire(number: int, source: memoryview, result: Any) -> Outcome:
+            parity = number & 1
+            slots[parity][:] = source
+            words[own_digest + parity] = digest
+            if not ordered:
+                fence()
+            words[own] = number
+            release()
+            acquire()
+            for at in asleep:
+                if words[at]:
+                    wake_sleepers()
+                    break
+            for at in entered:
+                if words[at] < number:  # a peer is late
+                    for _ in spins:
                         if words[at] >= number:
                             break
                     else:
-                        return alone
-        return finish(number)
+                        for _ in yields:
+                            sched_yield()
+                            if words[at] >= number:
+                                break
+                        else:
+                            return alone
+            return finish(number, result)
 
-    def finish(number: int) -> Outcome:
-        parity = number & 1
-        if not ordered:
-            fence()
-        for at in entered:
-            if words[at + their_digest + parity] != digest:
-                return disagreed
-        reduce(parity)
-        return done
+        def finish(number: int, result: Any) -> Outcome:
+            parity = number & 1
+            if not ordered:
+                fence()
+            for at in entered:
+                if words[at + their_digest + parity] != digest:
+                    return disagreed
+            reduce(parity, result)
+            return done
 
-    return fire, finish
+        return fire, finish

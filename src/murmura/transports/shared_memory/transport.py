@@ -32,14 +32,14 @@ NUM_PREPARED = 1024  # tensors whose small all-reduce is kept ready
 class SharedMemoryTransport(Transport):
     """One rank of a world of processes on one host; made by `join`, `connect` or `run_world`."""
 
-    _stages_on_host = True
+    _works_on = torch.device("cpu")
 
     def __init__(
         self,
         segment: Segment,
         rank: int,
         blocks: Sequence[int],
-        pidfds: Sequence[int],
+        life_fds: Sequence[int],
         *,
         hosts: Sequence[int] | None = None,
         timeout: float = 600.0,
@@ -47,13 +47,15 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         super().__init__(rank, len(blocks), hosts=hosts, timeout=timeout, name=name)
         self._segment = segment
-        self._pidfds = pidfds
-        self._owns_segment = False
-        self._board = Board(segment, rank, blocks, pidfds)
+        self._life_fds = life_fds
+        self._owns_segment = False  # a channel shares its parent's, and the signs of life
+        self._own_life = -1
+        self._board = Board(segment, rank, blocks, life_fds)
         self._mail = Mail(self._board)
         self._meeting = Meeting(self._board, self._mail)
         self._splits: list[SharedMemoryTransport] = []
-        self._prepared: dict[Any, OneShot] = {}
+        self._one_shots: dict[Any, OneShot] = {}  # by shape, dtype and operation
+        self._prepared: dict[Any, tuple[OneShot, memoryview, Any]] = {}  # by address too: the views of a tensor
         self._main_thread = main_thread().ident
 
     @classmethod
@@ -72,7 +74,7 @@ class SharedMemoryTransport(Transport):
         """
         faults = []
         if not futex.is_supported():
-            faults.append("shared memory needs Linux 5.3 or newer. Use threads: run_world(fn, n, kind='threads').")
+            faults.append("shared memory between processes needs Linux. Use threads: run_world(fn, n, kind='threads').")
         if not 1 <= world_size <= admission.MAX_RANKS:
             faults.append(f"world_size={world_size}: shared memory takes 1 to {admission.MAX_RANKS} ranks.")
         if not 0 <= rank < world_size:
@@ -90,8 +92,9 @@ class SharedMemoryTransport(Transport):
         segment = Segment(admitted.segment_fd, rank, world_size)
         segment.take(block_bytes(world_size))  # the first range of every arena, so peers know where it is
         blocks = [peer * segment.arena_bytes for peer in range(world_size)]
-        transport = cls(segment, rank, blocks, admitted.pidfds, hosts=hosts, timeout=timeout)
+        transport = cls(segment, rank, blocks, admitted.life_fds, hosts=hosts, timeout=timeout)
         transport._owns_segment = True
+        transport._own_life = admitted.own_life
         return transport
 
     # Transport's contract
@@ -131,7 +134,7 @@ class SharedMemoryTransport(Transport):
             self._segment,
             members.index(self.rank),
             [int(told[peer][0]) for peer in members],
-            [self._pidfds[peer] for peer in members],
+            [self._life_fds[peer] for peer in members],
             hosts=[self.hosts[peer] for peer in members],
             timeout=self.timeout,
             name=f"{self.name}/{name}",
@@ -161,9 +164,11 @@ class SharedMemoryTransport(Transport):
         self._order.close()
         self._board.depart(Departure())
         self._prepared.clear()
+        self._one_shots.clear()
         if self._owns_segment:
-            for fd in self._pidfds:
-                os.close(fd)
+            for fd in (*self._life_fds, self._own_life):
+                if fd >= 0:
+                    os.close(fd)
             self._segment.close()
 
     # All-reduce
@@ -177,18 +182,21 @@ class SharedMemoryTransport(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
-        if out is None and not async_op and self._prepared and tensor.layout is torch.strided:
-            shot = self._prepared.get((tensor.data_ptr(), tensor.shape, tensor.dtype, op))
+        if out is None and not async_op:
+            try:
+                prepared = self._prepared.get((tensor.data_ptr(), tensor.shape, tensor.dtype, op))
+            except RuntimeError:  # a sparse tensor has no address; it is refused below
+                prepared = None
             order = self._order
             if (
-                shot is not None
+                prepared is not None
                 and tensor.is_contiguous()
                 and order.idle
                 and get_ident() == self._main_thread
-                and order.lock.acquire(blocking=False)
+                and order.lock.acquire(False)
             ):
                 try:
-                    self._fire(shot, timeout)
+                    self._fire(*prepared, timeout)
                 finally:
                     order.lock.release()
                 return tensor
@@ -200,20 +208,24 @@ class SharedMemoryTransport(Transport):
     def _prepare(self, tensor: Tensor, op: ReduceOp) -> None:
         if len(self._prepared) >= NUM_PREPARED:
             self._prepared.clear()
-        call = f"all_reduce({op}) of {describe(tensor)}"
-        self._prepared[tensor.data_ptr(), tensor.shape, tensor.dtype, op] = OneShot(self._board, tensor, op, call)
+            self._one_shots.clear()
+        kind = (tensor.shape, tensor.dtype, op)
+        shot = self._one_shots.get(kind)
+        if shot is None:
+            shot = self._one_shots[kind] = OneShot(self._board, tensor, op, f"all_reduce({op}) of {describe(tensor)}")
+        self._prepared[tensor.data_ptr(), *kind] = (shot, *shot.views(tensor))
 
-    def _fire(self, shot: OneShot, timeout: float | None) -> None:
+    def _fire(self, shot: OneShot, source: memoryview, result: Any, timeout: float | None) -> None:
         if self._failure is not None or self._closed:
             self._check_usable()
         number = self._num_collectives = self._num_collectives + 1
         try:
-            outcome = shot.fire(number)
+            outcome = shot.fire(number, source, result)
             if outcome is not Outcome.DONE:
                 meeting = self._begin(timeout, f"all_reduce #{number}")
                 if outcome is Outcome.ALONE:
                     meeting.await_entry()
-                    outcome = shot.finish(number)
+                    outcome = shot.finish(number, result)
                 if outcome is Outcome.DISAGREED:
                     meeting.disagree(shot.call)
         except BaseException as error:

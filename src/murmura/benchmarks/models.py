@@ -1,0 +1,183 @@
+"""What the DDP benchmark trains: a character transformer and a deep MLP, on characters and numbers drawn at random.
+
+A `Model` is a recipe: every rank builds the same parameters from it, and its own batches.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD, AdamW, Optimizer
+
+from murmura.errors import ConfigError
+
+SEED = 20_240_229
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Model(ABC):
+    """A recipe for a module, its optimizer, its data and its loss; a step of a rank sees `batch` samples."""
+
+    batch: int
+    layers: int
+    width: int
+
+    @property
+    @abstractmethod
+    def about(self) -> str:
+        """What it is, in words."""
+
+    @abstractmethod
+    def _module(self) -> nn.Module: ...
+
+    @abstractmethod
+    def _batch(self, generator: torch.Generator) -> Batch: ...
+
+    @abstractmethod
+    def optimizer(self, module: nn.Module) -> Optimizer: ...
+
+    @abstractmethod
+    def loss(self, output: Tensor, target: Tensor) -> Tensor: ...
+
+    def build(self) -> nn.Module:
+        """The module, with the same parameters whoever builds it: torch's random state is not asked."""
+        module = self._module()
+        generator = torch.Generator().manual_seed(SEED)
+        for part in module.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                if parameter.ndim == 2:
+                    nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
+                elif name == "bias":
+                    nn.init.zeros_(parameter)
+        return module
+
+    def batches(self, rank: int, count: int) -> list[Batch]:
+        """The data of `rank`."""
+        generator = torch.Generator().manual_seed(SEED + 1 + rank)
+        return [self._batch(generator) for _ in range(count)]
+
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self._module().parameters())
+
+    def num_bytes(self) -> int:
+        """Of its parameters, or of its gradients."""
+        return self.num_parameters() * torch.get_default_dtype().itemsize
+
+
+@dataclass(frozen=True)
+class CharLM(Model):
+    """A decoder-only transformer that predicts the next character."""
+
+    batch: int = 4
+    layers: int = 6
+    width: int = 256
+    heads: int = 8
+    context: int = 32
+    vocabulary: int = 96
+
+    @property
+    def about(self) -> str:
+        return (
+            f"character transformer: {self.layers} layers of width {self.width} with {self.heads} heads, "
+            f"{self.batch} x {self.context} characters a rank, fused AdamW"
+        )
+
+    def _module(self) -> nn.Module:
+        return Transformer(self)
+
+    def _batch(self, generator: torch.Generator) -> Batch:
+        text = torch.randint(self.vocabulary, (self.batch, self.context + 1), generator=generator)
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+    def optimizer(self, module: nn.Module) -> Optimizer:
+        return AdamW(module.parameters(), lr=1e-4, fused=True)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@dataclass(frozen=True)
+class MLP(Model):
+    """Square linear layers with ReLU between them."""
+
+    batch: int = 32
+    layers: int = 24
+    width: int = 512
+
+    @property
+    def about(self) -> str:
+        return f"MLP: {self.layers} linear layers of width {self.width}, {self.batch} rows a rank, SGD with momentum"
+
+    def _module(self) -> nn.Module:
+        layers: list[nn.Module] = []
+        for _ in range(self.layers):
+            layers += [nn.Linear(self.width, self.width), nn.ReLU()]
+        return nn.Sequential(*layers[:-1])
+
+    def _batch(self, generator: torch.Generator) -> Batch:
+        shape = (self.batch, self.width)
+        return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+    def optimizer(self, module: nn.Module) -> Optimizer:
+        return SGD(module.parameters(), lr=1e-3, momentum=0.9)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target)
+
+
+class Transformer(nn.Module):
+    """Pre-norm blocks of causal attention and a four times wider MLP."""
+
+    def __init__(self, recipe: CharLM) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(recipe.vocabulary, recipe.width)
+        self.positions = nn.Parameter(torch.zeros(recipe.context, recipe.width))
+        self.blocks = nn.Sequential(*(Block(recipe.width, recipe.heads) for _ in range(recipe.layers)))
+        self.norm = nn.LayerNorm(recipe.width)
+        self.head = nn.Linear(recipe.width, recipe.vocabulary)
+
+    def forward(self, text: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.blocks(self.characters(text) + self.positions)))
+        return logits
+
+
+class Block(nn.Module):
+    """One layer of `Transformer`."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, context, width = x.shape
+        together: Tensor = self.queries_keys_values(self.attention_norm(x))
+        queries, keys, values = together.view(batch, context, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind()
+        attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, context, width))
+        thought: Tensor = self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
+        return x + thought
+
+
+MODELS: dict[str, Model] = {"charlm": CharLM(), "mlp": MLP()}
+
+
+def parse_models(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of models from options that may each hold several, separated by commas; each counts once, in order."""
+    entries = [entry.strip() for name in names for entry in name.split(",")]
+    unknown = [entry for entry in entries if entry not in MODELS]
+    if unknown:
+        known = ", ".join(map(repr, MODELS))
+        raise ConfigError(f"--models={unknown[0]!r} is unknown. Known: {known}.")
+    return tuple(dict.fromkeys(entries))

@@ -1,0 +1,1 @@
+"""The command line. `main` holds the app; each group of commands has a file of its own."""

@@ -1,0 +1,37 @@
+"""The `murmura` command: the app that the groups of commands hang on."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from murmura import __version__
+from murmura.cli import bench, bench_ddp, doctor
+
+app = typer.Typer(
+    name="murmura",
+    help="Keeps the replicas of a PyTorch model together while they train.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+bench.app.command("ddp")(bench_ddp.ddp)
+app.add_typer(bench.app, name="bench")
+app.command()(doctor.doctor)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"murmura {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Keeps the replicas of a PyTorch model together while they train."""
