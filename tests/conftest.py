@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -24,8 +25,9 @@ GRACE_SECONDS = 2.0  # for threads and processes that have been told to end
 TOKEN = "PYTEST_POLICE_TOKEN"  # in the environment of whatever this process starts, so that orphans are known
 PROC = Path("/proc")
 SHARED = Path("/dev/shm")
-LISTENING = "0A"  # state of a TCP socket in /proc/net/tcp
+MADE_HERE = ("murmura", "torch_", "psm_", "sem.")  # names that this library, torch and multiprocessing would give
 
+_has_token: dict[tuple[int, str], bool] = {}  # by pid and start time: whether the token was in its environment
 Traces = dict[tuple[object, ...], str]  # what identifies a thing, and its name in words
 
 
@@ -75,7 +77,7 @@ def traces() -> Traces:
     found = {("thread", id(thread)): f"thread {thread.name}" for thread in threading.enumerate() if is_watched(thread)}
     found |= {("process", *key): f"process {key[0]} ({name})" for key, name in family.items()}
     found |= descriptors()
-    found |= sockets([os.getpid(), *(pid for pid, _ in family)])
+    found |= sockets()
     found |= shared_files({os.getpid(), *(pid for pid, _ in family)})
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         found["process group",] = "torch's default process group"
@@ -114,9 +116,11 @@ def relatives() -> dict[tuple[int, str], str]:
             state, parent, *rest = fields.split()
             if state in "ZX" and int(parent) != own:
                 continue  # dead, and its own parent's to bury
-            pid = int(folder.name)
-            parents[pid], names[pid] = int(parent), (rest[17], name)
-            if token in (folder / "environ").read_bytes().split(b"\0"):
+            pid, start = int(folder.name), rest[17]
+            parents[pid], names[pid] = int(parent), (start, name)
+            if (pid, start) not in _has_token:
+                _has_token[pid, start] = token in (folder / "environ").read_bytes().split(b"\0")
+            if _has_token[pid, start]:
                 ours.add(pid)
     for pid in parents:
         line = [pid]
@@ -140,31 +144,32 @@ def descriptors() -> Traces:
     return found
 
 
-def sockets(pids: list[int]) -> Traces:
-    """Sockets of these processes on which a stranger could call: TCP ports, and meeting points of the library."""
-    owned = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for entry in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    owned.add(os.readlink(f"/proc/{pid}/fd/{entry}"))
+def sockets() -> Traces:
+    """Sockets on which a stranger could call this process: TCP ports, and meeting points of the library."""
     found: Traces = {}
-    for table in ("tcp", "tcp6"):
-        for line in (PROC / "net" / table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == LISTENING and f"socket:[{fields[9]}]" in owned:
-                found["port", fields[9]] = f"listening TCP port {int(fields[1].rpartition(':')[2], 16)}"
-    for line in (PROC / "net" / "unix").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[-1].startswith("@murmura") and f"socket:[{fields[6]}]" in owned:
-            found["socket", fields[6]] = f"abstract socket {fields[-1]}"
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            inode = os.readlink(f"/proc/self/fd/{entry}")
+            if not inode.startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry))) as copy:
+                if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    continue
+                name = copy.getsockname()
+                if copy.family in (socket.AF_INET, socket.AF_INET6):
+                    found["port", inode] = f"listening TCP port {name[1]}"
+                elif copy.family == socket.AF_UNIX and bytes(name).startswith(b"\0murmura"):
+                    found["socket", inode] = f"abstract socket @{bytes(name)[1:].decode()}"
     return found
 
 
 def shared_files(pids: set[int]) -> Traces:
     """Files in /dev/shm, but for those that a process not in `pids` is using."""
-    files = {path: path.stat().st_ino for path in SHARED.iterdir() if path.exists()}
-    return {("file", *each): f"file {each[0]}" for each in files.items() if not is_used_elsewhere(each[0], pids)}
+    found: Traces = {}
+    for path in SHARED.iterdir():
+        if path.name.startswith(MADE_HERE) and not is_used_elsewhere(path, pids):
+            found["file", path] = f"file {path}"
+    return found
 
 
 def is_used_elsewhere(path: Path, pids: set[int]) -> bool:

@@ -29,7 +29,7 @@ LAYERS = (
     {"integrations"},
     {"experiments", "lab"},
     {"", "__init__"},  # the package itself, which imports what it exports
-    {"benchmarks"},
+    {"benchmarks", "diagnosis"},
     {"cli", "__main__"},
 )
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}

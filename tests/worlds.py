@@ -5,11 +5,15 @@ A function that runs on ranks stands at the top level of its module, because pro
 
 from __future__ import annotations
 
+import multiprocessing
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from murmura import Ticket, Transport, run_world
+import pytest
+
+from murmura import Ticket, TracedTransport, Transport, run_world
 
 SECONDS = 40.0  # of any wait, below the time pytest gives a test, so that a hang is told by the rank that hangs
 
@@ -51,6 +55,11 @@ class World:
     Attributes:
         wrap: makes the transport under test of the one that `run_world` hands to a rank.
         exact: whether sums are made in the library's own order, and so known to the bit.
+        hops: whether its sums go round a ring, so that fp16 and bf16 are rounded after each hop.
+        checks: whether ranks that call different collectives are all told so.
+        checks_messages: whether a message that does not fit is told to both ranks.
+        arena: whether memory from `allocate` is another kind than ordinary memory.
+        slow: whether it is left to the long run.
     """
 
     name: str
@@ -58,22 +67,38 @@ class World:
     transport: str | None = None
     wrap: Callable[[Transport], Transport] | None = None
     exact: bool = True
+    hops: bool = False
+    checks: bool = True
+    checks_messages: bool = True
+    arena: bool = False
+    slow: bool = False
 
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = SECONDS) -> list[Any]:
-        """`run_world`, on the transport under test."""
+        """`run_world`, on the transport under test; a warning is an error on every rank."""
         options = {"kind": self.kind, "transport": self.transport, "timeout": timeout}
-        if self.wrap is None:
-            return run_world(fn, world_size, *args, **options)
-        return run_world(_run_wrapped, world_size, self.wrap, fn, *args, **options)
+        return run_world(_run_rank, world_size, self.wrap, fn, *args, **options)
 
 
-def _run_wrapped(inner: Transport, wrap: Callable[[Transport], Transport], fn: Callable[..., Any], *args: Any) -> Any:
+def _run_rank(
+    inner: Transport, wrap: Callable[[Transport], Transport] | None, fn: Callable[..., Any], *args: Any
+) -> Any:
+    if multiprocessing.parent_process() is not None:  # pytest has seen to it in its own process
+        warnings.simplefilter("error")
+    if wrap is None:
+        return fn(inner, *args)
     with wrap(inner) as transport:
         return fn(transport, *args)
 
 
 WORLDS = (
     World("in_process", "threads"),
-    World("shared_memory", "processes"),
-    World("exchange_only", "threads", wrap=ExchangeOnly),
+    World("shared_memory", "processes", arena=True),
+    World("exchange_only", "threads", wrap=ExchangeOnly, hops=True, checks=False),
+    World("traced", "threads", wrap=TracedTransport, slow=True),
+    World("gloo", "processes", "gloo", exact=False, checks=False, checks_messages=False, slow=True),
 )
+
+
+def those(claim: Callable[[World], bool] = lambda world: True) -> list[Any]:
+    """The worlds of which `claim` holds, as parameters of a test."""
+    return [pytest.param(each, id=each.name, marks=[pytest.mark.slow] * each.slow) for each in WORLDS if claim(each)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from worlds import WORLDS, World
+from worlds import World, those
 
 
-@pytest.fixture(params=WORLDS, ids=lambda world: world.name)
+@pytest.fixture(params=those())
 def world(request: pytest.FixtureRequest) -> World:
     return request.param

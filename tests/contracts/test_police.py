@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+import torch
 
 SUITE = '''
 import os, signal, socket, subprocess, sys, tempfile, threading, time
@@ -39,7 +40,7 @@ def test_child():
 
 
 def test_orphan():
-    script = "import subprocess; print(subprocess.Popen(['sleep', '20'], stdout=subprocess.DEVNULL).pid)"
+    script = "import subprocess; print(subprocess.Popen(['sleep', '20'], stdout=-3, stderr=-3).pid)"
     orphans.append(int(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout))
 
 
@@ -52,7 +53,7 @@ def test_process_descriptor():
 
 
 def test_file():
-    kept.append(tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="police-test-"))
+    kept.append(tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="murmura-police-test-"))
 
 
 def test_variable():
@@ -79,7 +80,7 @@ def test_process_group():
 
 def test_innocent(monkeypatch):
     monkeypatch.setenv("POLICE_TEST", "2")
-    thread = threading.Thread(target=time.sleep, args=(0.3,))  # outlives the test, within its grace
+    thread = threading.Thread(target=time.sleep, args=(0.1,))  # outlives the test, within its grace
     thread.start()
     with socket.create_server(("127.0.0.1", 0)), InProcessTransport.create_group(1)[0] as transport:
         transport.all_reduce(torch.ones(3), async_op=True).wait()
@@ -114,7 +115,7 @@ GUILTY = {
     "test_orphan": "(sleep)",
     "test_memory": "/memfd:murmura",
     "test_process_descriptor": "pidfd",
-    "test_file": "file /dev/shm/police-test-",
+    "test_file": "file /dev/shm/murmura-police-test-",
     "test_variable": "environment variable POLICE_TEST",
     "test_changed_variable": "environment variable HOME",
     "test_port": "listening TCP port",
@@ -124,40 +125,23 @@ GUILTY = {
 INNOCENT = ("test_innocent", "test_seed_is_fixed", "test_seed_is_fixed_again")
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What pytest says of each test of the suite, run in a process of its own with the police and a short grace."""
-    import torch
-
-    folder = tmp_path_factory.mktemp("police")
+def test_every_leak_fails_its_test_and_nothing_else_does(tmp_path: Path) -> None:
     police = (Path(__file__).parent.parent / "conftest.py").read_text()
-    (folder / "conftest.py").write_text(police.replace("GRACE_SECONDS = 2.0", "GRACE_SECONDS = 0.5"))
-    torch.manual_seed(0)
-    suite = SUITE.replace("FIRST_DRAW", repr(torch.rand(1).item()))
-    (folder / "test_suite.py").write_text(suite)
-    # Each line of the summary names a test and what became of it.
+    (tmp_path / "conftest.py").write_text(police.replace("GRACE_SECONDS = 2.0", "GRACE_SECONDS = 0.2"))
+    (tmp_path / "test_suite.py").write_text(SUITE.replace("FIRST_DRAW", repr(torch.rand(1).item())))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-rA", "-q", "--tb=line"]
-    environment = {**os.environ, "COLUMNS": "400"}
-    environment.pop("PYTEST_ADDOPTS", None)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"} | {"COLUMNS": "400"}
     done = subprocess.run(
-        [*command, "--rootdir", folder, folder], env=environment, cwd=folder, capture_output=True, text=True
+        [*command, "--rootdir", tmp_path, tmp_path], env=environment, cwd=tmp_path, capture_output=True, text=True
     )
     said: dict[str, str] = {}
-    for line in done.stdout.splitlines():
+    for line in done.stdout.splitlines():  # of the summary: what became of a test, its name, and why
         verdict, _, rest = line.partition(" ")
         if verdict in ("PASSED", "FAILED", "ERROR") and "::" in rest:
             name, _, why = rest.partition("::")[2].partition(" - ")
-            said[name] = f"{said.get(name, '')}{verdict} {why}"
-    assert said, done.stdout + done.stderr
-    return said
-
-
-@pytest.mark.parametrize(("name", "word"), GUILTY.items())
-def test_a_leak_fails_its_test(report: dict[str, str], name: str, word: str) -> None:
-    assert "ERROR" in report[name]
-    assert word in report[name]
-
-
-@pytest.mark.parametrize("name", INNOCENT)
-def test_a_clean_test_passes(report: dict[str, str], name: str) -> None:
-    assert report[name].strip() == "PASSED"
+            said[name] = f"{said.get(name, '')} {verdict} {why}".strip()
+    told = done.stdout + done.stderr
+    for name, word in GUILTY.items():
+        assert re.search(f"ERROR.*left behind: .*{re.escape(word)}", said[name]), told
+    for name in INNOCENT:
+        assert said[name] == "PASSED", told

@@ -9,10 +9,8 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
-import types
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +18,9 @@ from multiprocessing.connection import Connection
 from typing import Any, Self
 
 import torch
+from traces import assert_nothing_left, await_state, ports_of, segments_of, shm_files_of, watch_sockets
 
 from murmura import InProcessTransport, MurmuraError, SharedMemoryTransport, Transport
-from traces import assert_nothing_left, await_state, ports_of, segments_of, shm_files_of, watch_sockets
 
 WITHIN = 25.0  # seconds after which a director no longer waits for a rank: a failed test, never a race
 NUM_HEALTHY = 4  # operations before a fault
@@ -66,15 +64,22 @@ class Report:
 
 
 class Stage:
-    """What an act has: its transport, and a line to the director."""
+    """What an act has: its transport, and a line to the director. An act may go on with a part of the world."""
 
     def __init__(self, pipe: Connection, transport: Transport) -> None:
         self.transport = transport
-        self.rank = transport.rank
-        self.world_size = transport.world_size
         self.called = 0.0
+        self.tries_again = True  # after an error
         self.curtain = contextlib.ExitStack()
         self._pipe = pipe
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.transport.world_size
 
     def tell(self, word: str, **facts: Any) -> None:
         self._pipe.send((word, facts))
@@ -95,30 +100,31 @@ class Stage:
 # In the rank
 
 
-def play(pipe: Connection, transport: Transport, act: Act, args: Sequence[Any]) -> None:
-    """Play `act` on `transport` and report how it ended."""
-    ports = watch_sockets() if isinstance(transport, SharedMemoryTransport) else []
+def play(
+    pipe: Connection, transport: Transport, act: Act, args: Sequence[Any], sockets: Sequence[str] | None = None
+) -> None:
+    """Play `act` on `transport` and report how it ended; `sockets` fills as sockets are opened."""
     stage = Stage(pipe, transport)
     warnings: list[tuple[float, str]] = []
     report = Report(transport.rank)
     try:
-        with stage.curtain, _logged(warnings):
+        with stage.curtain, _logged(transport.rank, warnings):
             stage.curtain.enter_context(transport)
             try:
                 result = act(stage, *args)
                 report = Report(transport.rank, result, ended=time.monotonic())
             except BaseException as error:
-                report = _describe(transport.rank, error, stage.called, time.monotonic())
-                if isinstance(error, MurmuraError | KeyboardInterrupt):
-                    report = _with(report, later=_try_again(transport))
+                report = _describe(stage.rank, error, stage.called, time.monotonic())
+                if stage.tries_again and isinstance(error, MurmuraError | KeyboardInterrupt):
+                    report = _with(report, later=_try_again(stage.transport))
                 raise
     except SystemExit:
-        raise
+        if threading.current_thread() is threading.main_thread():
+            raise  # the process ends with its status; a thread just ends
     except BaseException:  # it is in the report
         pass
     finally:
-        if isinstance(transport, SharedMemoryTransport):
-            ports += ports_of()
+        ports = [] if sockets is None else [*sockets, *ports_of()]
         with contextlib.suppress(BrokenPipeError, OSError):  # the director may have left
             pipe.send(("report", {"report": _with(report, ports=tuple(ports), warnings=tuple(warnings))}))
             pipe.close()
@@ -139,18 +145,19 @@ def join_and_play(
         pipe.send(("report", {"report": _with(report, ports=(*sockets, *ports_of()))}))
         return
     pipe.send(("joined", {"inodes": segments_of(), "files": shm_files_of(), "ports": sockets + ports_of()}))
-    play(pipe, transport, act, args)
+    play(pipe, transport, act, args, sockets)
 
 
 @contextlib.contextmanager
-def _logged(records: list[tuple[float, str]]) -> Iterator[None]:
+def _logged(rank: int, records: list[tuple[float, str]]) -> Iterator[None]:
+    """Note what murmura logs about `rank`; ranks that are threads share the logger."""
+
     class Noting(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.thread == threading.get_ident() or threading.current_thread() is threading.main_thread():
+            if record.getMessage().startswith(f"rank {rank} "):
                 records.append((time.monotonic(), record.getMessage()))
 
-    handler, own = Noting(), threading.get_ident()
-    handler.addFilter(lambda record: record.thread == own)  # ranks that are threads share the logger
+    handler = Noting()
     logging.getLogger("murmura").addHandler(handler)
     try:
         yield
@@ -164,11 +171,18 @@ def _describe(own: int, error: BaseException, called: float, ended: float) -> Re
         own,
         kind=type(error).__name__,
         family=tuple(each.__name__ for each in type(error).__mro__),
-        message=str(error),
+        message=_words(error),
         called=called,
         ended=ended,
         **{name: getattr(error, name) for name in names if hasattr(error, name)},
     )
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # an error may be as broken as anything else
+        return ""
 
 
 def _with(report: Report, **changes: Any) -> Report:
@@ -218,8 +232,7 @@ class Actor:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "murmura"])
         self._life = context.Process(target=target, args=(theirs, *args), name=name, daemon=True)
-        with _no_main():
-            self._life.start()
+        self._life.start()
         theirs.close()
 
     @property
@@ -269,17 +282,6 @@ class Actor:
             self._life.kill()
         self._life.join(WITHIN)
         assert self._life.exitcode is not None, f"{self.name} cannot be ended"
-
-
-@contextlib.contextmanager
-def _no_main() -> Iterator[None]:
-    """Start processes that do not import the program that runs the tests: acts are in modules of their own."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 class World:
@@ -334,6 +336,7 @@ class World:
                 assert not joined["ports"]
                 self._inodes |= joined["inodes"]
                 assert ports_of(actor.pid) == []
+                assert shm_files_of(actor.pid) == []
             assert len(self._inodes) == 1, "the ranks do not share one segment"
 
     def kill(self, rank: int) -> float:

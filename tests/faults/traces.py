@@ -3,6 +3,7 @@
 Every check names one world (by its memfd, its meeting point or its processes), so that other worlds may run meanwhile.
 """
 
+import contextlib
 import os
 import socket
 import sys
@@ -41,26 +42,22 @@ def segments_of(pid: int | str = "self") -> set[int]:
     for line in _lines(f"/proc/{pid}/maps"):
         if "/memfd:murmura" in line:
             inodes.add(int(line.split()[4]))
-    for link in _links(pid):
-        if os.path.realpath(link).startswith("/memfd:murmura"):
-            inodes.add(os.stat(link).st_ino)
+    for link, target in _links(pid):
+        if target.startswith("/memfd:murmura"):
+            with contextlib.suppress(OSError):
+                inodes.add(os.stat(link).st_ino)
     return inodes
 
 
 def shm_files_of(pid: int | str = "self") -> list[str]:
     """Files under /dev/shm that a process has mapped or holds open."""
     mapped = [line.split(maxsplit=5)[5] for line in _lines(f"/proc/{pid}/maps") if "/dev/shm/" in line]
-    held = [os.path.realpath(link) for link in _links(pid)]
-    return mapped + [path for path in held if path.startswith("/dev/shm/")]
+    return mapped + [target for _, target in _links(pid) if target.startswith("/dev/shm/")]
 
 
 def ports_of(pid: int | str = "self") -> list[str]:
     """Lines of the kernel's tables of TCP and UDP sockets that belong to a process."""
-    inodes = set()
-    for link in _links(pid):
-        target = os.path.realpath(link)
-        if "socket:[" in target:
-            inodes.add(target.rpartition("[")[2].rstrip("]"))
+    inodes = {target[8:-1] for _, target in _links(pid) if target.startswith("socket:[")}
     return [
         f"{table}: {line.strip()}"
         for table in PORTS
@@ -87,7 +84,7 @@ def assert_nothing_left(job: str, inodes: set[int], pids: list[int]) -> None:
     assert not {pid: left for pid in _pids() if (left := segments_of(pid) & inodes)}, "the segment is still held"
     meeting_point = meeting_address(job).replace("\0", "@")
     assert not [line for line in _lines("/proc/net/unix") if line.rstrip().endswith(meeting_point)]
-    assert not [name for name in os.listdir("/dev/shm") if "murmura" in name or job in name]
+    assert not [name for name in os.listdir("/dev/shm") if job in name]
 
 
 def _pids() -> Iterator[int]:
@@ -101,9 +98,12 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-def _links(pid: int | str) -> list[str]:
+def _links(pid: int | str) -> list[tuple[str, str]]:
+    """The open files of a process: their paths in /proc, and what they are."""
     folder = f"/proc/{pid}/fd"
-    try:
-        return [f"{folder}/{name}" for name in os.listdir(folder)]
-    except OSError:
-        return []
+    links = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                links.append((f"{folder}/{name}", os.readlink(f"{folder}/{name}")))
+    return links

@@ -6,6 +6,7 @@ CPU the arithmetic is numpy's (its calls cost a third of torch's), on other devi
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,6 +77,10 @@ class Reduction:
         wide = dtype in HALVES and op in (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PRODUCT)
         self._wide = wide and not (world_size == 2 and op is not ReduceOp.MEAN)
         self._combine: Any = (_NUMPY if self.uses_numpy else _TORCH)[op]
+        # Inside this context numpy does not warn of infinities that meet: they are the caller's, and torch does not.
+        context = contextvars.copy_context()
+        context.run(np.seterr, all="ignore")
+        self._quietly = context.run
         # x * 2^-k and x / 2^k are the same number, rounded once; multiplying is faster.
         self._exact = world_size & (world_size - 1) == 0
         if self._mean and self.uses_numpy:
@@ -93,6 +98,31 @@ class Reduction:
 
         `out` may be the first input, or either of two; it must not overlap any other.
         """
+        self._quietly(self._reduce, inputs, out)
+
+    def bound_reduce(self, even: Sequence[Any], odd: Sequence[Any]) -> Callable[[int, Any], None]:
+        """`reduce` of one of two lists of inputs, by parity, with as little Python as can be."""
+        both, quietly, combine = (even, odd), self._quietly, self._combine
+        if len(even) != 2 or self._wide or self._mean:
+            return lambda parity, out: quietly(self._reduce, both[parity], out)
+        (even_0, even_1), (odd_0, odd_1) = both
+
+        def combine_pair(parity: int, out: Any) -> None:
+            if parity:
+                quietly(combine, odd_0, odd_1, out=out)
+            else:
+                quietly(combine, even_0, even_1, out=out)
+
+        return combine_pair
+
+    def combine(self, accumulated: Any, own: Any, *, last: bool) -> None:
+        """One hop of a ring: own ← accumulated (op) own, finished if this hop is the last."""
+        if last:
+            self.reduce((accumulated, own), own)
+        else:
+            self._quietly(self._combine, accumulated, own, out=own)
+
+    def _reduce(self, inputs: Sequence[Any], out: Any) -> None:
         if self._wide:
             self._reduce_wide(inputs, out)
             return
@@ -102,29 +132,6 @@ class Reduction:
             combine(out, other, out=out)
         if self._mean:
             self._divide(out)
-
-    def bound_reduce(self, even: Sequence[Any], odd: Sequence[Any]) -> Callable[[int, Any], None]:
-        """`reduce` of one of two lists of inputs, by parity, with as little Python as can be."""
-        if self._wide or len(even) != 2:
-            both = (even, odd)
-            return lambda parity, out: self.reduce(both[parity], out)
-        combine, pairs = self._combine, ((even[0], even[1]), (odd[0], odd[1]))
-        divide = self._divide if self._mean else None
-
-        def reduce_pair(parity: int, out: Any) -> None:
-            one, other = pairs[parity]
-            combine(one, other, out=out)
-            if divide is not None:
-                divide(out)
-
-        return reduce_pair
-
-    def combine(self, accumulated: Any, own: Any, *, last: bool) -> None:
-        """One hop of a ring: own ← accumulated (op) own, finished if this hop is the last."""
-        if last:
-            self.reduce((accumulated, own), own)
-        else:
-            self._combine(accumulated, own, out=own)
 
     def _reduce_wide(self, inputs: Sequence[Tensor], out: Tensor) -> None:
         total = inputs[0].float()

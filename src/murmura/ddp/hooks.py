@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from murmura.ddp.joining import Joining
 
@@ -51,6 +52,7 @@ class _ModuleHook:
 
 
 class _Before(_ModuleHook):
+    @_disable_dynamo  # in a compiled module communication stays as it is
     def __call__(self, called: nn.Module, args: Any) -> None:
         owner = self.owner_of(called)
         if owner is not None and called.training:
@@ -58,6 +60,7 @@ class _Before(_ModuleHook):
 
 
 class _After(_ModuleHook):
+    @_disable_dynamo
     def __call__(self, called: nn.Module, args: Any, output: Any) -> None:
         owner = self.owner_of(called)
         if owner is None:

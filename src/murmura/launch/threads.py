@@ -47,6 +47,10 @@ def run_threads(
         _collect(ended, outcomes, world_size, timeout)
     except BaseException as error:  # Ctrl-C, most likely: end the ranks, then let it through
         _cancel(transports, f"the world was ended by {type(error).__name__}")
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
         raise
     failure = root_cause(outcomes)
     if failure is not None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from murmura.transports.base import Pairs
+from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import describe
 from murmura.transports.failures import mismatch
 
@@ -42,6 +42,29 @@ def on_collective(
     calls[rank] = _text(own)
     if len(set(calls.values())) > 1:
         raise mismatch(rank, operation, calls)
+
+
+def on_split(parent: Transport, name: str, members: Sequence[int], word: int = 0) -> list[int]:
+    """Compare what the members of a split believe to be splitting off; return everybody's `word`, in their order."""
+
+    def work() -> list[int]:
+        call = f"split({name!r}) of ranks {list(members)}"
+        own = torch.tensor([word])
+        peers = [peer for peer in members if peer != parent.rank]
+        notes = {peer: _blank(torch.device("cpu")) for peer in peers}
+        words = {peer: torch.zeros_like(own) for peer in peers}
+        sends = [(_note(call, torch.device("cpu")), peer) for peer in peers] + [(own, peer) for peer in peers]
+        recvs = [(notes[peer], peer) for peer in peers] + [(words[peer], peer) for peer in peers]
+        parent.exchange(sends, recvs)
+        calls = {peer: _text(note) for peer, note in notes.items()}
+        calls[parent.rank] = _text(_note(call, torch.device("cpu")))
+        if len(set(calls.values())) > 1:
+            raise mismatch(parent.rank, "split", calls)
+        words[parent.rank] = own
+        return [int(words[member]) for member in members]
+
+    result: list[int] = parent._run("exchange", work, False)
+    return result
 
 
 def on_exchange(move: Move, sends: Pairs, recvs: Pairs, rank: int, timeout: float, device: torch.device) -> None:

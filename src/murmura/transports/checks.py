@@ -35,8 +35,15 @@ def check_dense(tensor: Tensor) -> None:
 def check_writable(tensor: Tensor) -> None:
     """Refuse a tensor that cannot be written element by element."""
     check_dense(tensor)
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise UsageError("an expanded tensor holds one element many times and cannot be written; call .clone() first.")
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise UsageError("an inference tensor can only be written inside torch.inference_mode(); call .clone() first.")
+    if tensor.is_contiguous():
+        return
+    span = 0  # elements between the first and the last that the dimensions so far reach
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= span:
+            raise UsageError("an expanded or overlapping tensor holds elements twice; call .clone() first to write it.")
+        span += stride * (size - 1)
 
 
 def check_list(tensors: Sequence[Tensor] | None, world_size: int, what: str) -> None:

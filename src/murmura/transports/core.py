@@ -64,13 +64,12 @@ class TransportCore(ABC):
         return self._order.run(lambda: self._turn(name, work))
 
     def _submit(self, name: str, work: Callable[[], Any]) -> Ticket:
-        """Queue one operation for the communication thread, where it works on the caller's CUDA stream."""
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return self._order.submit(f"{name} on rank {self.rank}", lambda: self._turn(name, work))
-        stream = torch.cuda.current_stream()
+        """Queue one operation for the communication thread, which works as the caller would: its stream, its mode."""
+        inference = torch.is_inference_mode_enabled()
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
         def turn() -> Any:
-            with torch.cuda.stream(stream):
+            with torch.inference_mode(inference), torch.cuda.stream(stream):
                 return self._turn(name, work)
 
         return self._order.submit(f"{name} on rank {self.rank}", turn)

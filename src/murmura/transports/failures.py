@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportError
 
-__all__ = ["Departure", "Patience", "again", "mismatch", "peer_lost", "peer_timeout"]
+__all__ = ["Departure", "Patience", "again", "mismatch", "peer_lost", "peer_timeout", "words_of"]
 
 log = logging.getLogger("murmura")
 
@@ -59,6 +59,14 @@ def mismatch(rank: int, operation: str, calls: Mapping[int, str]) -> CollectiveM
     )
 
 
+def words_of(error: BaseException) -> str:
+    """Kind and message of any exception, also of one that cannot be put into words."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # whatever its own __str__ raises
+        return f"{type(error).__name__} (its message cannot be read)"
+
+
 @dataclass(frozen=True)
 class Departure:
     """Why a rank can no longer be waited for, as it tells its peers: they then raise the same cause, not a guess."""
@@ -71,7 +79,7 @@ class Departure:
     @classmethod
     def of(cls, error: BaseException, *, same_ranks: bool = True) -> Departure:
         """What `error` means to the peers; `same_ranks` is False where they are numbered otherwise."""
-        story = f"raised {type(error).__name__}: {error}"
+        story = f"raised {words_of(error)}"
         if same_ranks and isinstance(error, CollectiveMismatch):
             return cls(story, "mismatch", calls={str(rank): call for rank, call in error.calls.items()})
         if same_ranks and isinstance(error, PeerTimeout | PeerLost) and error.peer is not None:
@@ -134,7 +142,9 @@ class Patience:
 
 def again(first: BaseException) -> TransportError | CollectiveMismatch:
     """The error of a call on a transport that `first` has already broken: same kind, raised at once."""
-    message = f"this transport failed earlier and is unusable; start the world anew. The first failure: {first}"
+    message = (
+        f"this transport failed earlier and is unusable; start the world anew. The first failure: {words_of(first)}"
+    )
     if isinstance(first, CollectiveMismatch):
         return CollectiveMismatch(message, first.calls)
     if isinstance(first, TransportError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from murmura.collectives.chunks import chunk_bounds, plan_segments
 from murmura.collectives.direct import push
 from murmura.collectives.reduction import Reduction
 from murmura.errors import ConfigError, TransportClosed, TransportError
+from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_members, describe
-from murmura.transports.failures import Departure, Patience, mismatch
+from murmura.transports.failures import Departure, Patience, mismatch, words_of
 from murmura.transports.order import Ticket
 from murmura.types import ReduceOp
 
@@ -39,8 +40,9 @@ class _Message:
 class _Board:
     """What the ranks of one channel know of each other; all of it is read and written under `changed`."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, parent: _Board | None = None, members: Sequence[int] = ()) -> None:
         self.world_size = world_size
+        self._parent, self._members = parent, members  # of a channel: the board it was split from, and its ranks there
         self.changed = threading.Condition()
         self.arrived = [0] * world_size  # collectives each rank has entered
         self.phase = [0] * world_size  # meetings inside collectives each rank has come to
@@ -52,6 +54,14 @@ class _Board:
         self.mail: dict[tuple[int, int], deque[_Message]] = {}
         self.departed: dict[int, Departure] = {}
         self.splits: dict[Any, _Board] = {}
+
+    def departure(self, rank: int) -> Departure | None:
+        """Why `rank` cannot be waited for, here or, if it never came here, on the board this one was split from."""
+        departure = self.departed.get(rank)
+        if departure is None and self._parent is not None:
+            departure = self._parent.departure(self._members[rank])
+            return None if departure is None else replace(departure, kind="raised", culprit=None)
+        return departure
 
     def last_call(self, rank: int) -> str:
         return self.calls[self.arrived[rank] & 1][rank]
@@ -111,10 +121,11 @@ class InProcessTransport(Transport):
         self._check_usable()
         if self.rank not in members:
             return None
+        agreement.on_split(self, name, members)
         # The k-th split of a name is one channel on every member, whatever else they split in between.
         ordinal = self._split_counts[name, members] = self._split_counts.get((name, members), 0) + 1
         with self._board.changed:
-            board = self._board.splits.setdefault((name, members, ordinal), _Board(len(members)))
+            board = self._board.splits.setdefault((name, members, ordinal), _Board(len(members), self._board, members))
         split = InProcessTransport(
             board,
             members.index(self.rank),
@@ -130,7 +141,7 @@ class InProcessTransport(Transport):
             super().abort(error)
             self._depart(Departure.of(error))
             for split in self._splits:
-                split.abort(TransportError(f"{type(error).__name__}: {error}"))
+                split.abort(TransportError(words_of(error)))
 
     def close(self) -> None:
         if self._closed:
@@ -268,8 +279,9 @@ class InProcessTransport(Transport):
                     f"rank {self.rank} closed the transport during {self._operation}.", rank=self.rank
                 )
             for peer in awaited:
-                if peer in board.departed:
-                    raise board.departed[peer].as_error(self.rank, peer, self._operation)
+                departure = board.departure(peer)
+                if departure is not None:
+                    raise departure.as_error(self.rank, peer, self._operation)
                 if stuck(peer):
                     calls = {self.rank: f"{self._operation}, waiting for rank {peer}"}
                     called = "an exchange" if board.awaits[peer] == self.rank else board.last_call(peer)

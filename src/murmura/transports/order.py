@@ -70,6 +70,7 @@ class Order:
         self._submitting = threading.Lock()
         self._num_submitted = 0
         self._num_finished = 0  # written by the communication thread alone
+        self._closed = False
 
     @property
     def idle(self) -> bool:
@@ -89,9 +90,12 @@ class Order:
         return self._perform(work)
 
     def submit(self, operation: str, work: Callable[[], Any]) -> Ticket:
-        """Queue `work` for the communication thread."""
+        """Queue `work` for the communication thread; after `close` it is done, or refuses, at once."""
         ticket = Ticket(operation)
         with self._submitting:
+            if self._closed:
+                self._settle(ticket, work)
+                return ticket
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=f"murmura-{self._name}", daemon=True)
                 self._thread.start()
@@ -101,6 +105,8 @@ class Order:
 
     def close(self) -> None:
         """Let the communication thread finish what is queued, then end it. The caller has failed its waits first."""
+        with self._submitting:
+            self._closed = True
         thread = self._thread
         if thread is not None and not self.in_thread():
             self._jobs.put(None)
@@ -117,12 +123,14 @@ class Order:
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
-            ticket, work = job
-            try:
-                result = self._perform(work)
-            except BaseException as error:  # carried to whoever waits for the ticket
-                self._num_finished += 1
-                ticket.fail(error)
-            else:
-                self._num_finished += 1
-                ticket.finish(result)
+            self._settle(*job, in_thread=True)
+
+    def _settle(self, ticket: Ticket, work: Callable[[], Any], *, in_thread: bool = False) -> None:
+        try:
+            result = self._perform(work)
+        except BaseException as error:  # carried to whoever waits for the ticket
+            self._num_finished += in_thread
+            ticket.fail(error)
+        else:
+            self._num_finished += in_thread
+            ticket.finish(result)

@@ -23,7 +23,7 @@ from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_members, describe
 from murmura.transports.checks import store as bring_back
-from murmura.transports.failures import Departure, Patience, mismatch, peer_lost, peer_timeout
+from murmura.transports.failures import Departure, Patience, mismatch, peer_lost, peer_timeout, words_of
 from murmura.transports.host import Liveness
 from murmura.transports.order import Ticket
 from murmura.transports.rendezvous import Diary, Roster, Store, sign_in, under
@@ -175,7 +175,7 @@ class ProcessGroupTransport(Transport):
             if self._diary is not None:
                 self._diary.depart(Departure.of(error))
             for split in self._splits:
-                split.abort(TransportError(f"{type(error).__name__}: {error}"))
+                split.abort(TransportError(words_of(error)))
 
     def close(self) -> None:
         if self._closed:

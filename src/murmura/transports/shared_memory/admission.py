@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import select
 import selectors
 import socket
 import struct
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 from murmura.errors import RendezvousError
 
+VERDICT_SECONDS = 1.0  # after its own deadline, for rank 0 to say who is missing
 MAX_RANKS = 250  # a message carries at most 253 file descriptors
 
 
@@ -84,13 +86,16 @@ def _host(key: str, world_size: int, segment_fd: int, sign: int, deadline: float
         try:
             while len(life_fds) < world_size:
                 if not _readable(door, deadline):
-                    missing = tuple(rank for rank in range(world_size) if rank not in life_fds)
-                    raise RendezvousError(
-                        f"rank 0 waited {timeout:.1f} s, but of {world_size} ranks {_list(missing)} did not come."
+                    dead = [rank for rank, fd in life_fds.items() if rank and _readable_now(fd)]
+                    missing = tuple(rank for rank in range(world_size) if rank not in life_fds or rank in dead)
+                    story = (
+                        f"waited {timeout:.1f} s, but of {world_size} ranks {_list(missing)} did not come."
                         f"{''.join(' ' + each for each in refused)} Were they started, on this host, as this user, "
-                        "with the same job_id and world size?",
-                        missing,
+                        "with the same job_id and world size?"
                     )
+                    for guest in guests.values():
+                        _send(guest, {"story": story, "missing": list(missing)})
+                    raise RendezvousError(f"rank 0 {story}", missing)
                 guest = door.accept()[0]
                 fault = _receive_guest(guest, world_size, guests, life_fds, deadline)
                 if fault:
@@ -142,6 +147,7 @@ def _visit(key: str, rank: int, world_size: int, sign: int, deadline: float, tim
         return RendezvousError(f"rank {rank} waited {timeout:.1f} s {why}", missing)
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as host:
+        host.setblocking(False)  # a full queue at the door must not hold us up beyond the deadline
         pause = 0.001
         while True:
             try:
@@ -156,15 +162,19 @@ def _visit(key: str, rank: int, world_size: int, sign: int, deadline: float, tim
                     ) from None
                 time.sleep(pause)  # nothing to wait on: the door does not exist yet
                 pause = min(2 * pause, 0.05)
+        host.setblocking(True)
         if _peer_uid(host) != os.getuid():
             raise RendezvousError(
                 f"rank {rank} found a process of another user at its meeting point and told it nothing. "
                 "Choose another job_id, and tell whoever runs this machine."
             )
         _send(host, {"rank": rank, "world_size": world_size}, [sign])
-        if not _readable(host, deadline):
+        if not _readable(host, deadline + VERDICT_SECONDS):
             raise give_up("for the other ranks to come to rank 0. Its own error names those that did not.")
         message, fds = _receive(host)
+    if "missing" in message:
+        missing = message["missing"]
+        raise RendezvousError(f"rank {rank} {message['story']}", tuple(missing) if isinstance(missing, list) else ())
     if "refused" in message:
         raise RendezvousError(f"rank {rank} was turned away by rank 0: {message['refused']}")
     if len(fds) != world_size + 1:
@@ -185,6 +195,12 @@ def _readable(connection: socket.socket, deadline: float) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         return bool(selector.select(max(0.0, deadline - time.monotonic())))
+
+
+def _readable_now(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _send(connection: socket.socket, message: dict[str, object], fds: list[int] | None = None) -> None:

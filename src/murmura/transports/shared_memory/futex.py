@@ -51,9 +51,10 @@ def wake(address: int) -> None:
 
 
 class Fence:
-    """A full memory fence: releasing and retaking a lock held for life (the other way round is not a fence).
+    """A full memory fence: releasing and retaking a lock that is held for life (the other way round is not a fence).
 
-    One per channel: it must not be shared between threads that run at the same time.
+    `release` and `acquire` are for the one thread that runs a channel's operations. Calling the fence is for anybody,
+    at any moment: it puts up with a lock that an interrupt, or another thread in here, has left open.
     """
 
     def __init__(self) -> None:
@@ -62,5 +63,8 @@ class Fence:
         self.release, self.acquire = lock.release, lock.acquire
 
     def __call__(self) -> None:
-        self.release()
-        self.acquire()
+        try:  # noqa: SIM105 (contextlib.suppress takes ten times as long)
+            self.release()
+        except RuntimeError:
+            pass
+        self.acquire(False)

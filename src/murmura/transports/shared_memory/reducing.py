@@ -70,7 +70,6 @@ def _reduce_in_pipeline(
     peer = 1 - meeting.rank
     numel, dtype = flat_in.numel(), flat_in.dtype
     size = min(numel, STAGING_BYTES // dtype.itemsize)
-    step = PIECE_BYTES // dtype.itemsize
     own_in, own_out = reduction.array(flat_in), reduction.array(flat_out)
     ours, theirs = (
         reduction.array(meeting.segment.tensor(~places[rank], size, dtype)) for rank in (meeting.rank, peer)
@@ -81,18 +80,19 @@ def _reduce_in_pipeline(
         if low:
             meeting.sync()  # the staging areas start anew
         high = min(low + size, numel)
-        pieces = [(at, min(at + step, high)) for at in range(low, high, step)]
+        pieces = plan_segments(numel, dtype.itemsize, 2, low, high)
         for turn in range(len(pieces) + PIECES_AHEAD):
             if turn < len(pieces):
-                start, stop = pieces[turn]
+                start, stop, _ = pieces[turn]
                 ours[start - low : stop - low] = own_in[start:stop]
                 num_staged += 1
                 meeting.board.publish(PIECES, tag | num_staged)
             if turn >= PIECES_AHEAD:
-                start, stop = pieces[turn - PIECES_AHEAD]
+                start, stop, first = pieces[turn - PIECES_AHEAD]
                 num_added += 1
                 meeting.await_word(peer, PIECES, tag | num_added)
-                reduction.reduce((own_in[start:stop], theirs[start - low : stop - low]), own_out[start:stop])
+                parts = (own_in[start:stop], theirs[start - low : stop - low])
+                reduction.reduce(parts if first == meeting.rank else parts[::-1], own_out[start:stop])
 
 
 def _reduce_in_blocks(

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from murmura.collectives.reduction import Reduction
 from murmura.errors import ConfigError, TransportError
+from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_members, describe, store
-from murmura.transports.failures import Departure, mismatch
+from murmura.transports.failures import Departure, words_of
 from murmura.transports.order import Ticket
 from murmura.transports.shared_memory import admission, futex, reducing
-from murmura.transports.shared_memory.board import Board, block_bytes, digest_of
+from murmura.transports.shared_memory.board import Board, block_bytes, slots_at
 from murmura.transports.shared_memory.mail import Mail
 from murmura.transports.shared_memory.meeting import Meeting
 from murmura.transports.shared_memory.one_shot import OneShot, Outcome, can_prepare
@@ -121,19 +122,13 @@ class SharedMemoryTransport(Transport):
         if self.rank not in members:
             return None
         place = self._segment.take(block_bytes(len(members)))
-        # Members tell each other where their blocks are, and what they believe to be splitting.
-        own = torch.tensor([place, digest_of(f"split {name} {members}")])
-        told = {peer: torch.zeros(2, dtype=torch.int64) for peer in members if peer != self.rank}
-        self.exchange([(own, peer) for peer in told], [(theirs, peer) for peer, theirs in told.items()])
-        told[self.rank] = own
-        if any(each[1] != own[1] for each in told.values()):
-            calls = {peer: f"split with digest {int(told[peer][1]):x}" for peer in members}
-            calls[self.rank] += f": {name!r} of ranks {list(members)}"
-            raise mismatch(self.rank, "split", calls)
+        self._segment.bytes[place : place + slots_at(len(members))] = 0  # a tensor may have lain there
+        # Members tell each other where their blocks are.
+        places = agreement.on_split(self, name, members, place)
         split = SharedMemoryTransport(
             self._segment,
             members.index(self.rank),
-            [int(told[peer][0]) for peer in members],
+            places,
             [self._life_fds[peer] for peer in members],
             hosts=[self.hosts[peer] for peer in members],
             timeout=self.timeout,
@@ -153,7 +148,7 @@ class SharedMemoryTransport(Transport):
             super().abort(error)
             self._board.depart(Departure.of(error))
             for split in self._splits:
-                split.abort(TransportError(f"{type(error).__name__}: {error}"))
+                split.abort(TransportError(words_of(error)))
 
     def close(self) -> None:
         if self._closed:
@@ -187,18 +182,15 @@ class SharedMemoryTransport(Transport):
                 prepared = self._prepared.get((tensor.data_ptr(), tensor.shape, tensor.dtype, op))
             except RuntimeError:  # a sparse tensor has no address; it is refused below
                 prepared = None
-            order = self._order
             if (
                 prepared is not None
                 and tensor.is_contiguous()
-                and order.idle
+                and not tensor.is_neg()
+                and self._order.idle
                 and get_ident() == self._main_thread
-                and order.lock.acquire(False)
             ):
-                try:
+                with self._order.lock:
                     self._fire(*prepared, timeout)
-                finally:
-                    order.lock.release()
                 return tensor
         result = super().all_reduce(tensor, op, out=out, async_op=async_op, timeout=timeout)
         if out is None and not async_op and self.world_size > 1 and can_prepare(tensor, self.world_size):
@@ -216,10 +208,9 @@ class SharedMemoryTransport(Transport):
         self._prepared[tensor.data_ptr(), *kind] = (shot, *shot.views(tensor))
 
     def _fire(self, shot: OneShot, source: memoryview, result: Any, timeout: float | None) -> None:
-        if self._failure is not None or self._closed:
-            self._check_usable()
-        number = self._num_collectives = self._num_collectives + 1
+        self._check_usable()
         try:
+            number = self._num_collectives = self._num_collectives + 1
             outcome = shot.fire(number, source, result)
             if outcome is not Outcome.DONE:
                 meeting = self._begin(timeout, f"all_reduce #{number}")

@@ -1,0 +1,130 @@
+"""Buffers: rank 0's at the first forward of a round, or everybody's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp.models import all_equal, on_ranks, values, weight
+from murmura import DDP, Transport
+
+
+class Counter(nn.Module):
+    """Sees inputs: the last one stays in a buffer. `replaces` puts a new tensor there, as moving averages often do."""
+
+    def __init__(self, replaces: bool = False) -> None:
+        super().__init__()
+        self.inner = weight()
+        self.replaces = replaces
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("unseen", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.replaces:
+            self.seen = self.seen * 10 + x.detach().sum()
+        else:
+            self.seen.mul_(10).add_(x.detach().sum())
+        return self.inner(x)
+
+
+def forward_thrice(transport: Transport, broadcast_buffers: bool, replaces: bool) -> list[float]:
+    ddp = DDP(Counter(replaces), transport, broadcast_buffers=broadcast_buffers)
+    seen = []
+    for _ in range(3):
+        ddp(torch.full((1, 1), transport.rank + 1.0)).sum().backward()
+        seen.append(ddp.module.seen.item())
+    return seen
+
+
+@pytest.mark.parametrize("replaces", [False, True], ids=["in place", "replaced"])
+def test_buffers_are_those_of_rank_0_at_the_first_forward_of_a_round(replaces: bool) -> None:
+    assert on_ranks(forward_thrice, 3, True, replaces) == [[1, 11, 111], [2, 12, 112], [3, 13, 113]]
+
+
+@pytest.mark.parametrize("replaces", [False, True], ids=["in place", "replaced"])
+def test_buffers_stay_local_if_so_wished(replaces: bool) -> None:
+    assert on_ranks(forward_thrice, 3, False, replaces) == [[1, 11, 111], [2, 22, 222], [3, 33, 333]]
+
+
+def test_buffers_that_are_not_saved_are_broadcast_too() -> None:
+    def run(transport: Transport) -> list[float]:
+        ddp = DDP(Counter(), transport)
+        ddp.module.unseen.fill_(transport.rank + 5)
+        ddp(torch.ones(1, 1)).sum().backward()
+        return ddp.module.unseen.tolist()
+
+    assert on_ranks(run, 2) == [[5.0], [5.0]]
+
+
+def test_buffers_move_once_a_round_and_only_when_training() -> None:
+    def run(transport: Transport) -> list[float]:
+        ddp = DDP(Counter(), transport)
+        x = torch.full((1, 1), transport.rank + 1.0)
+        seen = []
+        with torch.no_grad():
+            ddp(x)
+        ddp.eval()(x)
+        seen.append(ddp.module.seen.item())  # each its own
+        ddp.train()
+        first, second = ddp(x), ddp(x)  # rank 0's at the first, each its own at the second
+        seen.append(ddp.module.seen.item())
+        (first + second).sum().backward()
+        with ddp.no_sync():
+            ddp(x).sum().backward()  # opens the next round
+            ddp(x).sum().backward()
+        seen.append(ddp.module.seen.item())
+        return seen
+
+    zero, one = on_ranks(run, 2)
+    assert zero == [11, 1111, 111111]
+    assert one == [22, 1122, 111122]
+
+
+def norm_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def test_pytorch_175024_two_forwards_with_batch_norm_before_one_backward() -> None:
+    """Broadcasting buffers again before the backward would modify in place what the graph has saved."""
+
+    def run(transport: Transport) -> tuple[list[Tensor], Tensor]:
+        ddp = DDP(norm_model(), transport)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            one = ddp(values(5, 3, seed=4 * step + transport.rank))
+            other = ddp(values(5, 3, seed=4 * step + 2 + transport.rank))
+            (one - other).square().mean().backward()
+            optimizer.step()
+        ddp.verify_in_sync()
+        return [parameter.detach() for parameter in ddp.parameters()], ddp.module[1].num_batches_tracked
+
+    results = on_ranks(run, 2)
+    assert all_equal(results)
+    assert results[0][1].item() == 6
+
+
+def test_two_forwards_with_batch_norm_then_two_backwards() -> None:
+    def run(transport: Transport) -> list[Tensor]:
+        ddp = DDP(norm_model(), transport)
+        one, other = (ddp(values(5, 3, seed=transport.rank + 2 * number)) for number in range(2))
+        one.square().mean().backward()
+        other.square().mean().backward()
+        return [parameter.grad for parameter in ddp.parameters()]
+
+    assert all_equal(on_ranks(run, 2))
+
+
+def test_evaluation_uses_the_buffers_of_rank_0_after_broadcast_parameters() -> None:
+    def run(transport: Transport) -> tuple[Tensor, Tensor]:
+        ddp = DDP(norm_model(), transport)
+        ddp(values(5, 3, seed=transport.rank)).sum().backward()
+        own = ddp.module[1].running_mean.clone()
+        ddp.broadcast_parameters(1)
+        return own, ddp.module[1].running_mean
+
+    results = on_ranks(run, 2)
+    assert not torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][0])
+    assert torch.equal(results[1][1], results[1][0])

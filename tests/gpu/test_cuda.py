@@ -1,0 +1,186 @@
+"""CUDA tensors on every transport, and streams: what was queued before an operation is in it, what follows sees it.
+
+Run on a machine with a GPU: ``pytest -m gpu tests/gpu``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import murmura
+from murmura import Transport, run_world
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(300),
+]
+
+WORLDS: dict[str, dict[str, Any]] = {
+    "threads": {"kind": "threads"},
+    "shared_memory": {"kind": "processes"},
+    "gloo": {"kind": "processes", "transport": "gloo"},
+}
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int16, torch.int64]
+LENGTHS = [0, 1, 3, 1001, 300_007]
+
+
+def cuda(values: torch.Tensor) -> torch.Tensor:
+    return values.to("cuda")
+
+
+def all_collectives(transport: Transport) -> dict[str, Any]:
+    """Every collective on CUDA tensors, as CPU results."""
+    rank, size = transport.rank, transport.world_size
+    out: dict[str, Any] = {}
+    for dtype in DTYPES:
+        for length in LENGTHS:
+            tensor = cuda((torch.arange(length) % 5 + rank).to(dtype))
+            transport.all_reduce(tensor)
+            out[f"all_reduce {dtype} {length}"] = tensor.cpu()
+    transposed = cuda(torch.arange(12.0).view(3, 4) + rank).t()
+    transport.all_reduce(transposed, "max")
+    out["transposed"] = transposed.cpu()
+    tensor = cuda(torch.full((5,), float(rank)))
+    transport.broadcast(tensor, src=size - 1)
+    out["broadcast"] = tensor.cpu()
+    tensor = cuda(torch.arange(7.0) + rank)
+    transport.reduce(tensor, dst=0)
+    out["reduce"] = tensor.cpu()
+    out["reduce_scatter"] = transport.reduce_scatter(cuda(torch.arange(7.0) + rank)).cpu()
+    out["all_gather"] = [each.cpu() for each in transport.all_gather(cuda(torch.full((rank + 1, 2), float(rank))))]
+    gathered = transport.gather(cuda(torch.full((rank + 1,), rank)), dst=0)
+    out["gather"] = None if gathered is None else [each.cpu() for each in gathered]
+    target = cuda(torch.zeros(2))
+    transport.scatter([cuda(torch.full((2,), float(i))) for i in range(size)] if rank == 0 else None, out=target)
+    out["scatter"] = target.cpu()
+    recvs = [cuda(torch.zeros(other + rank)) for other in range(size)]
+    transport.all_to_all([cuda(torch.full((rank + i,), float(10 * rank + i))) for i in range(size)], recvs)
+    out["all_to_all"] = [each.cpu() for each in recvs]
+    if size > 1:
+        received = cuda(torch.zeros(4))
+        transport.exchange([(cuda(torch.full((4,), float(rank))), (rank + 1) % size)], [(received, (rank - 1) % size)])
+        out["exchange"] = received.cpu()
+    ticket = transport.all_reduce(cuda(torch.ones(9)), "mean", async_op=True)
+    out["ticket"] = ticket.wait().cpu()
+    transport.barrier()
+    return out
+
+
+def cpu_collectives(transport: Transport) -> dict[str, Any]:
+    global cuda
+    kept, cuda = cuda, lambda values: values  # type: ignore[assignment]
+    try:
+        return all_collectives(transport)
+    finally:
+        cuda = kept
+
+
+def assert_same(one: Any, other: Any, what: str) -> None:
+    if isinstance(one, list):
+        assert len(one) == len(other), what
+        for index, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert_same(left, right, f"{what}[{index}]")
+    elif one is None:
+        assert other is None, what
+    else:
+        assert one.dtype == other.dtype, what
+        assert torch.equal(one, other), what
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("world", WORLDS)
+def test_collectives_on_cuda_equal_those_on_the_cpu(world: str, size: int) -> None:
+    on_cuda = run_world(all_collectives, size, timeout=60, **WORLDS[world])
+    on_cpu = run_world(cpu_collectives, size, kind="processes", timeout=60)
+    for rank in range(size):
+        assert on_cuda[rank].keys() == on_cpu[rank].keys()
+        for what in on_cuda[rank]:
+            assert_same(on_cuda[rank][what], on_cpu[rank][what], f"rank {rank}: {what}")
+
+
+def busy(seconds_ish: int) -> torch.Tensor:
+    """Keep the current stream busy for a while."""
+    block = torch.full((4096, 4096), 1e-4, device="cuda")
+    for _ in range(seconds_ish):
+        block = block @ block
+    return block
+
+
+def around_a_long_kernel(transport: Transport, asynchronous: bool) -> list[float]:
+    """Values that are only right if each operation waits for the kernels before it, and those after it for it."""
+    seen = []
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        tensor = torch.zeros(1_000_003, device="cuda")
+        for step in range(5):
+            busy(200)
+            tensor.fill_(float(transport.rank + step))  # queued behind the long kernel
+            if asynchronous:
+                transport.all_reduce(tensor, async_op=True).wait()
+            else:
+                transport.all_reduce(tensor)
+            doubled = tensor * 2  # queued behind the operation
+            busy(50)
+            least, most = doubled.min().item(), doubled.max().item()
+            seen.append(least if least == most else float("nan"))
+    return seen
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_streams_are_kept_in_order(world: str, asynchronous: bool) -> None:
+    size = 3
+    results = run_world(around_a_long_kernel, size, asynchronous, timeout=120, **WORLDS[world])
+    expected = [2.0 * sum(rank + step for rank in range(size)) for step in range(5)]
+    assert results == [expected] * size
+
+
+def nccl_alone(check: Callable[[Transport], Any]) -> Any:
+    return run_world(check, 1, kind="processes", transport="nccl", timeout=60)[0]
+
+
+def test_nccl_with_one_rank() -> None:
+    alone = nccl_alone(all_collectives)
+    expected = run_world(cpu_collectives, 1, kind="threads")[0]
+    for what in expected:
+        assert_same(alone[what], expected[what], what)
+
+
+def test_nccl_streams_with_one_rank() -> None:
+    assert run_world(around_a_long_kernel, 1, False, kind="processes", transport="nccl", timeout=120) == [
+        [2.0 * step for step in range(5)]
+    ]
+
+
+def train(transport: Transport) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2)).double().cuda()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    ddp = murmura.DDP(model, transport, bucket_size_bytes=1000)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    for step in range(20):
+        data = torch.Generator().manual_seed(100 * step + transport.rank)
+        inputs = torch.randn(16, 8, generator=data, dtype=torch.float64).cuda()
+        targets = torch.randn(16, 2, generator=data, dtype=torch.float64).cuda()
+        optimizer.zero_grad()
+        (ddp(inputs) - targets).square().mean().backward()
+        optimizer.step()
+    ddp.verify_in_sync()
+    weights = [parameter.detach().cpu() for parameter in model.parameters()]
+    ddp.close()
+    return weights
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_ddp_on_one_gpu_keeps_ranks_bit_equal(world: str) -> None:
+    results = run_world(train, 3, timeout=120, **WORLDS[world])
+    for rank, weights in enumerate(results):
+        for index, (own, first) in enumerate(zip(weights, results[0], strict=True)):
+            assert torch.equal(own, first), f"rank {rank}, parameter {index}"

@@ -1,0 +1,203 @@
+"""Buckets: which parameters share one, and how gradients and tail lie in its memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from murmura.buckets import FIRST_BUCKET_BYTES, Bucket, ParameterSpec, Tail, plan_buckets
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+LARGE = 2**30  # no limit, for tests of something else
+
+
+def specs(*numels: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> list[ParameterSpec]:
+    return [ParameterSpec(f"p{index}", numel, dtype, device) for index, numel in enumerate(numels)]
+
+
+def backwards(parameters: list[ParameterSpec]) -> list[int]:
+    return list(reversed(range(len(parameters))))
+
+
+def make_bucket(*parameters: Tensor, index: int = 0) -> Bucket:
+    return Bucket(
+        index,
+        [f"p{number}" for number in range(len(parameters))],
+        [nn.Parameter(parameter) for parameter in parameters],
+        lambda numel, dtype, device: torch.full((numel,), -1.0, dtype=dtype, device=device),
+    )
+
+
+# The plan
+
+
+def test_nothing_needs_no_bucket() -> None:
+    assert plan_buckets([], [], LARGE) == []
+
+
+def test_parameters_keep_the_order_in_which_gradients_are_expected() -> None:
+    parameters = specs(1, 2, 3, 4)
+    assert plan_buckets(parameters, backwards(parameters), LARGE) == [(3, 2, 1, 0)]
+    assert plan_buckets(parameters, [2, 0, 3, 1], LARGE) == [(2, 0, 3, 1)]
+
+
+def test_an_order_may_leave_parameters_out() -> None:
+    assert plan_buckets(specs(1, 2, 3, 4), [3, 1], LARGE) == [(3, 1)]
+
+
+def test_a_bucket_holds_at_most_its_size() -> None:
+    parameters = specs(10, 10, 10, 10, 10)
+    assert plan_buckets(parameters, backwards(parameters), bucket_bytes=80) == [(4, 3), (2, 1), (0,)]
+    assert plan_buckets(parameters, backwards(parameters), bucket_bytes=79) == [(4,), (3,), (2,), (1,), (0,)]
+
+
+def test_bytes_count_not_elements() -> None:
+    parameters = specs(10, 10, 10, 10, dtype=torch.float64)
+    assert plan_buckets(parameters, backwards(parameters), bucket_bytes=160) == [(3, 2), (1, 0)]
+    parameters = specs(10, 10, 10, 10, dtype=torch.bfloat16)
+    assert plan_buckets(parameters, backwards(parameters), bucket_bytes=80) == [(3, 2, 1, 0)]
+
+
+def test_a_parameter_larger_than_a_bucket_is_alone() -> None:
+    parameters = specs(1, 1000, 1, 1)
+    assert plan_buckets(parameters, backwards(parameters), bucket_bytes=40) == [(3, 2), (1,), (0,)]
+
+
+def test_the_first_bucket_is_smaller() -> None:
+    megabyte = FIRST_BUCKET_BYTES // 4
+    parameters = specs(*[megabyte // 2] * 8)  # 4 MiB in all
+    assert plan_buckets(parameters, backwards(parameters), bucket_bytes=3 * FIRST_BUCKET_BYTES) == [
+        (7, 6),
+        (5, 4, 3, 2, 1, 0),
+    ]
+
+
+def test_the_size_of_the_first_bucket_can_be_given() -> None:
+    parameters = specs(10, 10, 10, 10)
+    assert plan_buckets(parameters, backwards(parameters), 120, first_bytes=40) == [(3,), (2, 1, 0)]
+
+
+def test_only_one_bucket_is_smaller_whatever_the_number_of_dtypes() -> None:
+    parameters = [ParameterSpec(f"p{i}", 10, (torch.float32, torch.float64)[i % 2], CPU) for i in range(6)]
+    # p5 p3 p1 are float64 (80 bytes each), p4 p2 p0 float32 (40 bytes each); the first that is full is closed at 80.
+    assert plan_buckets(parameters, backwards(parameters), 240, first_bytes=80) == [(5,), (3, 1), (4, 2, 0)]
+
+
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16, torch.complex64])
+def test_a_bucket_has_one_dtype(other: torch.dtype) -> None:
+    parameters = [ParameterSpec(f"p{i}", 3, (torch.float32, other)[i % 2], CPU) for i in range(4)]
+    assert plan_buckets(parameters, backwards(parameters), LARGE) == [(3, 1), (2, 0)]
+
+
+def test_a_bucket_has_one_device() -> None:
+    parameters = [ParameterSpec(f"p{i}", 3, torch.float32, (CPU, META)[i % 2]) for i in range(4)]
+    assert plan_buckets(parameters, backwards(parameters), LARGE) == [(3, 1), (2, 0)]
+
+
+def test_buckets_come_in_the_order_in_which_they_are_complete() -> None:
+    # Backward: p5 (bf16), p4 (fp32), p3 (fp32), p2 (fp32), p1 (bf16), p0 (fp32).
+    half = {1, 5}
+    parameters = [ParameterSpec(f"p{i}", 10, torch.bfloat16 if i in half else torch.float32, CPU) for i in range(6)]
+    # The bf16 bucket is opened first, but is full only when p1 has come.
+    assert plan_buckets(parameters, backwards(parameters), 80) == [(4, 3), (5, 1), (2, 0)]
+
+
+def test_empty_parameters_travel_with_the_others() -> None:
+    assert plan_buckets(specs(0, 3, 0), [2, 1, 0], LARGE) == [(2, 1, 0)]
+
+
+# The memory
+
+
+def test_gradients_lie_side_by_side_with_the_tail_behind() -> None:
+    bucket = make_bucket(torch.zeros(2, 3), torch.zeros(4))
+    assert bucket.numel == 10
+    assert bucket.flat.numel() == 10 + 2 + 2  # a flag each, the weight, the fingerprint
+    bucket.views[0].copy_(torch.arange(6.0).view(2, 3))
+    bucket.views[1].copy_(torch.arange(6.0, 10.0))
+    assert bucket.gradients.tolist() == list(range(10))
+    assert bucket.tail.tolist() == [-1.0] * 4
+    bucket.tail.fill_(7)
+    assert bucket.flat.tolist() == [*range(10), 7, 7, 7, 7]
+
+
+def test_the_memory_comes_from_the_given_allocator() -> None:
+    asked: list[tuple[int, torch.dtype, torch.device]] = []
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        asked.append((numel, dtype, device))
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    Bucket(0, ["a"], [nn.Parameter(torch.zeros(5, dtype=torch.float64))], allocate)
+    assert asked == [(5 + 1 + 2, torch.float64, CPU)]
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        torch.zeros(()),
+        torch.zeros(0),
+        torch.zeros(0, 3),
+        torch.zeros(1, 1),
+        torch.zeros(3, 4),
+        torch.zeros(3, 4).t(),
+        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.zeros(2, 1, 4, 5).to(memory_format=torch.channels_last),
+        torch.zeros(2, 3, 1, 1).to(memory_format=torch.channels_last),
+        torch.zeros(2, 3, 2, 4, 5).to(memory_format=torch.channels_last_3d),
+        torch.zeros(2, 3, 4).permute(1, 2, 0),
+    ],
+    ids=lambda parameter: f"{tuple(parameter.shape)}-{parameter.stride()}",
+)
+def test_a_view_has_the_strides_of_its_parameter(parameter: Tensor) -> None:
+    bucket = make_bucket(torch.zeros(3), parameter, torch.zeros(2))
+    view = bucket.views[1]
+    assert view.shape == parameter.shape
+    if parameter.numel():
+        assert view.stride() == parameter.stride()
+    values = torch.arange(float(parameter.numel())).view(parameter.shape)
+    view.copy_(values)
+    assert torch.equal(view, values)
+    # It fills its own part of the flat memory, and nothing else.
+    assert sorted(bucket.flat[3 : 3 + parameter.numel()].tolist()) == list(range(parameter.numel()))
+    assert bucket.flat[:3].tolist() == [-1.0] * 3
+    assert set(bucket.flat[3 + parameter.numel() :].tolist()) == {-1.0}
+
+
+def test_a_parameter_with_gaps_gets_a_dense_view() -> None:
+    gappy = torch.zeros(4, 6)[:, ::2]
+    bucket = Bucket(0, ["p"], [nn.Parameter(gappy)], lambda n, dtype, device: torch.zeros(n, dtype=dtype))
+    assert bucket.views[0].shape == gappy.shape
+    assert bucket.views[0].is_contiguous()
+
+
+def test_an_expanded_parameter_gets_memory_for_every_element() -> None:
+    bucket = make_bucket(torch.zeros(3, 1).expand(3, 4))
+    bucket.views[0].copy_(torch.arange(12.0).view(3, 4))
+    assert bucket.gradients.tolist() == list(range(12))
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_tail_comes_back_as_it_was_written(dtype: torch.dtype) -> None:
+    bucket = make_bucket(torch.zeros(2, dtype=dtype), torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype))
+    bucket.write_tail([True, False, True], 0.5, 126.0)
+    assert bucket.read_tail() == Tail([1.0, 0.0, 1.0], 0.5, 126.0)
+    assert bucket.gradients.tolist() == [-1.0] * 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_mean_of_tails_tells_shares_and_weights(dtype: torch.dtype) -> None:
+    buckets = [make_bucket(*(torch.zeros(1, dtype=dtype) for _ in range(3))) for _ in range(4)]
+    for rank, bucket in enumerate(buckets):
+        bucket.write_tail([True, False, rank == 2], float(rank % 2), 40.0)
+    buckets[0].flat.copy_(torch.stack([bucket.flat for bucket in buckets]).sum(0) / 4)
+    assert buckets[0].read_tail() == Tail([1.0, 0.0, 0.25], 0.5, 40.0)
+
+
+def test_a_bucket_says_what_it_is() -> None:
+    assert repr(make_bucket(torch.zeros(3), torch.zeros(2), index=4)) == "Bucket(4, 2 parameters from 'p0', 36 bytes)"
