@@ -95,7 +95,9 @@ def measure_rank(num_bytes: int, seconds: float, result: str) -> None:
             transport.all_reduce(going, "min")
         if transport.rank == 0:
             moved = 2 * (size - 1) / size * num_bytes
-            Path(result).write_text(json.dumps({"seconds": times, "bytes_per_second": moved / statistics.median(times)}))
+            Path(result).write_text(
+                json.dumps({"seconds": times, "bytes_per_second": moved / statistics.median(times)})
+            )
 
 
 def measure(names: list[str], num_bytes: int, seconds: float) -> dict[str, object]:
@@ -141,11 +143,19 @@ def main() -> None:
         after = iperf3_rate(names, 5)
     limit = (before + after) / 2
     rate = float(measured["bytes_per_second"])  # type: ignore[arg-type]
-    print(f"iperf3, both directions at once: {limit * 8 / 1e9:.3f} Gbit/s each way ({before * 8 / 1e9:.3f}, {after * 8 / 1e9:.3f})")
+    gbit = 8 / 1e9
+    print(
+        f"iperf3, both directions at once: {limit * gbit:.3f} Gbit/s each way ({before * gbit:.3f}, {after * gbit:.3f})"
+    )
     print(f"ring over Gloo, {arguments.hosts} hosts, {arguments.bytes} bytes: {rate * 8 / 1e9:.3f} Gbit/s each way")
     print(f"ratio: {rate / limit:.3f}")
     if arguments.json:
-        row = {"hosts": arguments.hosts, "rate": arguments.rate, "iperf3_bytes_per_second": limit, "ratio": rate / limit}
+        row = {
+            "hosts": arguments.hosts,
+            "rate": arguments.rate,
+            "iperf3_bytes_per_second": limit,
+            "ratio": rate / limit,
+        }
         Path(arguments.json).write_text(json.dumps({**row, **measured}, indent=2) + "\n")
 
 

@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from murmura import Ticket, TracedTransport, Transport, run_world
+from murmura import (
+    FaultyTransport,
+    ProcessGroupTransport,
+    ThrottledTransport,
+    Ticket,
+    TracedTransport,
+    Transport,
+    run_world,
+)
+from murmura.transports.process_group import Check
 
 SECONDS = 40.0  # of any wait, below the time pytest gives a test, so that a hang is told by the rank that hangs
 
@@ -90,12 +99,41 @@ def _run_rank(
         return fn(transport, *args)
 
 
+def never_faulty(transport: Transport) -> Transport:
+    return FaultyTransport(transport, "raise", rank=0, operation="barrier #1000000")
+
+
+def hardly_throttled(transport: Transport) -> Transport:
+    return ThrottledTransport(transport, bandwidth="1000gbit")
+
+
+def checked(transport: Transport) -> Transport:
+    """The same process group, whose ranks compare calls before every operation."""
+    assert isinstance(transport, ProcessGroupTransport)
+    transport.check = Check.ALWAYS
+    return transport
+
+
 WORLDS = (
     World("in_process", "threads"),
     World("shared_memory", "processes", arena=True),
     World("exchange_only", "threads", wrap=ExchangeOnly, hops=True, checks=False),
     World("traced", "threads", wrap=TracedTransport, slow=True),
+    World("traced_shared_memory", "processes", wrap=TracedTransport, arena=True, slow=True),
+    World("faulty", "threads", wrap=never_faulty, slow=True),
+    World("throttled", "threads", wrap=hardly_throttled, hops=True, slow=True),
     World("gloo", "processes", "gloo", exact=False, checks=False, checks_messages=False, slow=True),
+    World("gloo_checked", "processes", "gloo", wrap=checked, exact=False, slow=True),
+    World(
+        "traced_gloo",
+        "processes",
+        "gloo",
+        wrap=TracedTransport,
+        exact=False,
+        checks=False,
+        checks_messages=False,
+        slow=True,
+    ),
 )
 
 

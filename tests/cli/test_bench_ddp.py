@@ -115,7 +115,8 @@ def check_header(told: dict[str, object]) -> None:
 
 def check_row(row: dict[str, object]) -> None:
     assert set(row) == {
-        *("model", "ranks", "contestant", "milliseconds", "quartiles", "phases", "rounds", "batch", "ratio")
+        *("model", "ranks", "contestant", "milliseconds", "quartiles", "phases", "cpu_milliseconds"),
+        *("rounds", "batch", "ratio"),
     }
     assert isinstance(row["quartiles"], list)
     assert isinstance(row["ratio"], dict)
@@ -320,7 +321,7 @@ def test_the_proportional_set_size_is_read(tmp_path: Path) -> None:
 
 def sample_of(name: str, *milliseconds: float) -> Sample:
     seconds = tuple(each / 1000 for each in milliseconds)
-    return Sample(name, "made up", 2, seconds, (tuple(each / 2 for each in seconds),) * 3)
+    return Sample(name, "made up", 2, seconds, (tuple(each / 2 for each in seconds),) * 3, seconds)
 
 
 def made_up() -> DDPReport:
@@ -347,6 +348,7 @@ def test_rows_hold_medians_quartiles_and_ratios() -> None:
     assert own.ratio == pytest.approx({HELD_BACK: 1.1, TORCH_DDP: 2.0, BARE: 0.8})
     assert not_overlapped.ratio == torch_ddp.ratio == bare.ratio == {}
     assert (own.rounds, own.batch) == (5, 2)
+    assert own.cpu_milliseconds == pytest.approx(30)
 
 
 def test_backward_is_that_of_the_bare_module() -> None:

@@ -5,9 +5,11 @@ Ranks delay themselves at random, as load; nothing is synchronised by a delay.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -161,6 +163,64 @@ def mix_operations(transport: Transport, rounds: int) -> list[str]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_operations_of_all_kinds_in_flight(world: World, size: int) -> None:
     assert world.run(mix_operations, size, 30) == [[]] * size
+
+
+@contextlib.contextmanager
+def hogged(slow: bool) -> Iterator[None]:
+    """Beside a thread that never lets go of the interpreter of its own accord, every step takes milliseconds."""
+    ended = threading.Event()
+
+    def spin() -> None:
+        while not ended.is_set():
+            pass
+
+    thread = threading.Thread(target=spin)
+    if slow:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if slow:
+            thread.join()
+
+
+def outpace(transport: Transport, length: int, on_arena: bool) -> list[str]:
+    """Rank 1 is slow. The others write their tensors anew as soon as a call returns: what it gets must not change."""
+    size, rank = transport.world_size, transport.rank
+    tensor = transport.allocate(length) if on_arena else torch.empty(length)
+    out = torch.empty(length)
+    faults = []
+
+    def check(name: str, result: torch.Tensor, value: float) -> None:
+        copy = result.clone()
+        tensor.fill_(-1.0)
+        out.fill_(-1.0)
+        if not copy.eq(value).all():
+            faults.append(name)
+
+    with hogged(slow=rank == 1):
+        for turn in range(6):
+            tensor.fill_(float(turn + rank))
+            transport.broadcast(tensor, 0)
+            check(f"broadcast of turn {turn}", tensor, turn)
+            tensor.fill_(float(turn + rank))
+            transport.all_reduce(tensor)
+            check(f"sum of turn {turn}", tensor, size * turn + size * (size - 1) // 2)
+            tensor.fill_(float(turn + rank))
+            transport.all_reduce(tensor, "max", out=out)
+            check(f"maximum of turn {turn}", out, turn + size - 1)
+            tensor.fill_(float(turn + rank))
+            transport.exchange([(tensor, (rank + 1) % size)], [(out, (rank - 1) % size)])
+            check(f"exchange of turn {turn}", out, turn + (rank - 1) % size)
+    return faults
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("length", [5, 150_001], ids=["small", "large"])
+@pytest.mark.parametrize("on_arena", [False, True], ids=["ordinary", "allocated"])
+def test_a_slow_rank_gets_what_was_sent(world: World, size: int, length: int, on_arena: bool) -> None:
+    assert world.run(outpace, size, length, on_arena) == [[]] * size
 
 
 def call_from_many_threads(transport: Transport, num_threads: int) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from contracts.cases import REDUCIBLE, digest, random
 from contracts.test_broadcast import special_bits
 from murmura import Transport
-from worlds import World
+from worlds import World, those
 
 LENGTHS = (0, 1, 3, 1001, 300_007)
 BEYOND_STAGING = 5_000_011  # in fp32, more than the 16 MiB that shared memory keeps for a pair of ranks
@@ -108,6 +108,7 @@ def exchange_beyond_staging(transport: Transport, on_arena: bool) -> str:
     return digest(out)
 
 
+@pytest.mark.parametrize("world", those(lambda world: world.arena))
 @pytest.mark.parametrize("on_arena", [False, True], ids=["ordinary", "allocated"])
 def test_more_than_the_staging_area(world: World, on_arena: bool) -> None:
     received = world.run(exchange_beyond_staging, 2, on_arena)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from ddp.models import Heads, Scale, all_equal, backward, errors_on, fill, on_ranks, weight, weights_of
-from murmura import DDP, ReplicaDivergence, Transport, UsageError, seed_everything
+from murmura import DDP, CollectiveMismatch, ReplicaDivergence, Transport, UsageError, seed_everything
 
 # verify_in_sync
 
@@ -111,6 +112,26 @@ def test_verify_every_looks_after_so_many_rounds() -> None:
         return -1
 
     assert on_ranks(run, 2) == [6, 6]  # at the forward of the first round whose number 3 divides
+
+
+def test_verifying_while_another_rank_thaws_is_told_apart() -> None:
+    """Both compare digests, but of different things."""
+
+    def run(transport: Transport) -> None:
+        transport.timeout = 5.0
+        with closing(DDP(nn.Sequential(weight(), weight().requires_grad_(False)), transport)) as ddp:
+            backward(ddp, 1)
+            if transport.rank == 1:
+                ddp.verify_in_sync()
+            else:
+                ddp.module.requires_grad_(True)
+                backward(ddp, 1)
+
+    for error in errors_on(run, 3):
+        assert isinstance(error, CollectiveMismatch)
+        assert "rank 0: a comparison of what the model is\n  rank 1: a comparison of what its parameters hold" in str(
+            error
+        )
 
 
 # Distance and average

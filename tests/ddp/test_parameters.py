@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -194,6 +195,25 @@ def test_a_frozen_parameter_with_an_old_gradient_on_one_rank_stays_equal() -> No
         return model["b"].weight.item()
 
     assert all_equal(on_ranks(run, 2))
+
+
+@pytest.mark.parametrize("frozen_on", [(), (0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("accumulates", ["no_sync", "rounds"])
+def test_freezing_keeps_what_has_been_accumulated(frozen_on: tuple[int, ...], accumulates: str) -> None:
+    """As in one process, where freezing leaves the gradient as it is."""
+
+    def run(transport: Transport) -> list[float]:
+        model = nn.ModuleDict({"a": weight(), "b": weight()})
+        ddp = DDP(model, transport)
+        x = number(transport.rank + 1)
+        with ddp.no_sync() if accumulates == "no_sync" else nullcontext():
+            (model["a"](x) + model["b"](x)).sum().backward()
+        model["b"].requires_grad_(transport.rank not in frozen_on)
+        (model["a"](x) + model["b"](x)).sum().backward()
+        return [each.weight.grad.item() for each in model.values()]
+
+    after = sum(rank + 1 for rank in range(2) if rank not in frozen_on) / 2
+    assert on_ranks(run, 2) == [[3.0, 1.5 + after]] * 2
 
 
 @BUCKETS

@@ -15,7 +15,9 @@ from murmura import (
     ReplicaDivergence,
     Transport,
     UsageError,
+    run_world,
 )
+from worlds import SECONDS
 
 
 def small(seed: int) -> nn.Module:
@@ -302,3 +304,23 @@ def test_a_refused_wrapper_leaves_no_hook() -> None:
         DDP(model, transport)
 
     on_ranks(refuse, 2)
+
+
+def refused(transport: Transport) -> list[str]:
+    """What is said about each difference, in one world: a refusal leaves the transport usable."""
+    said = []
+    for difference in ("shape", "number"):
+        with pytest.raises(ReplicaDivergence) as refusal:
+            different(transport, difference)
+        said.append(str(refusal.value))
+    ddp = DDP(weight(), transport)
+    backward(ddp, transport.rank)
+    return [*said, str(ddp.module.weight.grad.item())]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_models_that_differ_between_processes_are_refused_and_the_transport_goes_on(transport: str) -> None:
+    for shape, number_of, gradient in run_world(refused, 2, kind="processes", transport=transport, timeout=SECONDS):
+        assert "rank 0: second.weight: [3, 3] torch.float32\n  rank 1: second.weight: [3, 4] torch.float32" in shape
+        assert "rank 0: (nothing)\n  rank 1: third.weight: [1, 1] torch.float32" in number_of
+        assert gradient == "0.5"

@@ -3,7 +3,8 @@
 import signal
 
 import pytest
-from acts import ANY_RANK, PAYLOADS, reduce_until
+from acts import ANY_RANK, reduce_until
+from culprits import PAYLOADS
 from expect import DEATH_SECONDS, PROMPT_SECONDS, expect_lost, expect_timeout
 from scenario import NUM_HEALTHY, World
 

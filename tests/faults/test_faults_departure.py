@@ -1,7 +1,8 @@
 """A rank raises, returns early or exits in the middle of a run of all-reduces: the others hear why, at once."""
 
 import pytest
-from acts import ANY_RANK, PAYLOADS, reduce_until
+from acts import ANY_RANK, reduce_until
+from culprits import PAYLOADS
 from expect import DEATH_SECONDS, expect_lost
 from scenario import NUM_HEALTHY, World
 from traces import is_gone

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from acts import ANY_RANK, LARGE, PAYLOADS, SMALL, reduce_until
+from acts import ANY_RANK, reduce_until
+from culprits import LARGE, PAYLOADS, SMALL
 from expect import PROMPT_SECONDS, expect_mismatch
 from scenario import World
 

@@ -3,9 +3,6 @@
 import pytest
 from acts import (
     ANY_RANK,
-    LARGE,
-    OPERATIONS,
-    SMALL,
     collective_against_message,
     disagree_on_a_channel,
     exchange_misfits,
@@ -15,7 +12,9 @@ from acts import (
     reduce_in_subgroup,
     reduce_on_channel,
 )
+from culprits import LARGE, SMALL
 from expect import DEATH_SECONDS, PROMPT_SECONDS, expect_lost, expect_mismatch, expect_timeout
+from operations import OPERATIONS
 from scenario import NUM_HEALTHY, World
 
 KINDS = ("threads", "processes")

@@ -4,17 +4,10 @@ import logging
 import signal
 
 import pytest
-from acts import (
-    be_interrupted,
-    be_interrupted_at_random,
-    be_interrupted_beside_a_thread,
-    mix_with_skew,
-    reduce_with_skew,
-    wait_for_one,
-    wait_while_one_computes,
-)
+from acts import be_interrupted, be_interrupted_at_random, be_interrupted_beside_a_thread, wait_for_one
 from expect import AT_ONCE_SECONDS, DEATH_SECONDS, expect_timeout
 from scenario import NUM_HEALTHY, Actor, World
+from skew import mix_with_skew, reduce_with_skew, wait_while_one_computes
 from traces import await_state
 
 from murmura.transports import failures

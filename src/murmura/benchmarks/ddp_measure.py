@@ -37,7 +37,8 @@ PHASES = ("forward", "backward", "optimizer")
 class Sample:
     """One contestant: the seconds of a step on the slowest rank, round by round.
 
-    `phases` are the parts of the step in the order of `PHASES`, each as the rank slowest in it saw it.
+    `phases` are the parts of the step in the order of `PHASES`, each as the rank slowest in it saw it; `cpu_seconds` is
+    the processor time of all threads of the rank that used most.
     """
 
     contestant: str
@@ -45,6 +46,7 @@ class Sample:
     batch: int
     seconds: tuple[float, ...]
     phases: tuple[tuple[float, ...], ...]
+    cpu_seconds: tuple[float, ...]
 
 
 class Lane:
@@ -74,8 +76,9 @@ class Lane:
         self._num_steps += 1
 
     def time_steps(self, count: int) -> list[float]:
-        """The seconds of a step, out of `count`, and of each of its phases, as this rank sees them."""
+        """Seconds of a step, out of `count`: the whole, each phase, and the processor time; as this rank sees them."""
         spent = [0.0] * len(PHASES)
+        cpu_started = time.process_time()
         started = began = time.perf_counter()
         for _ in range(count):
             forward, backward = self.differentiate()
@@ -84,7 +87,8 @@ class Lane:
             for phase, seconds in enumerate((forward - began, backward - forward, ended - backward)):
                 spent[phase] += seconds
             began = ended
-        return [each / count for each in (began - started, *spent)]
+        cpu = time.process_time() - cpu_started
+        return [each / count for each in (began - started, *spent, cpu)]
 
     def close(self) -> None:
         self._wrapped.close()
@@ -146,6 +150,7 @@ def measure(
             steps,
             tuple(times[:, place, 0].tolist()),
             tuple(tuple(times[:, place, 1 + phase].tolist()) for phase in range(len(PHASES))),
+            tuple(times[:, place, -1].tolist()),
         )
         for place, lane in enumerate(lanes)
     ]
@@ -154,7 +159,7 @@ def measure(
 def _time_rounds(
     transport: Transport, lanes: Sequence[Lane], seconds: float, told: Callable[[float], None]
 ) -> tuple[int, Tensor]:
-    """The number of steps in a batch, and the slowest rank's seconds by round, lane, and step or phase of it."""
+    """The number of steps in a batch, and the slowest rank's seconds by round, lane, and entry of `time_steps`."""
     steps = num_per_batch(min(_warm_up(transport, lane) for lane in lanes))
     rounds: list[list[list[float]]] = []
     started = time.perf_counter()

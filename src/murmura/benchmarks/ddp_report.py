@@ -15,6 +15,8 @@ steps               ordinary training steps over shared memory, one row for each
     milliseconds    of one step: the median over the rounds of the slowest rank's time
     quartiles       [first, third] of the same, in milliseconds
     phases          forward, backward (with the communication) and optimizer: medians of the rank slowest in each
+    cpu_milliseconds  processor time of a step, all threads of the rank that uses most: the median. A busy machine
+                    changes it less than the time
     rounds, batch   how often it was measured, and how many steps were timed together each time
     ratio           on the row of "murmura", by other contestant: its median / this median. Above 1, murmura is faster
 slow_link           the same over a link on which communication takes about as long as backward; further fields:
@@ -54,6 +56,7 @@ class StepRow:
     milliseconds: float
     quartiles: tuple[float, float]
     phases: dict[str, float]
+    cpu_milliseconds: float
     rounds: int
     batch: int
     ratio: dict[str, float]
@@ -128,6 +131,7 @@ def step_rows(stage: Stage, samples: Sequence[Sample], bandwidth: str = "") -> l
             milliseconds=median * 1e3,
             quartiles=(first * 1e3, third * 1e3),
             phases={name: statistics.median(times) * 1e3 for name, times in zip(PHASES, sample.phases, strict=True)},
+            cpu_milliseconds=statistics.median(sample.cpu_seconds) * 1e3,
             rounds=len(sample.seconds),
             batch=sample.batch,
             ratio=others if sample.contestant in (MURMURA, OVERLAPPED) else {},

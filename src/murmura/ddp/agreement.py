@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from murmura.errors import ReplicaDivergence
+from murmura.errors import CollectiveMismatch, ReplicaDivergence
 from murmura.transports.base import Transport
+
+_MODEL, _VALUES = range(2)
+_SUBJECTS = ("what the model is", "what its parameters hold")
 
 
 def check_same_model(transport: Transport, lines: Sequence[str]) -> None:
     """Raise `ReplicaDivergence` on every rank unless all ranks describe their model by the same `lines`."""
-    if len(set(_digests(transport, "\n".join(lines).encode()))) == 1:
+    if len(set(_digests(transport, _MODEL, "\n".join(lines).encode()))) == 1:
         return
     texts = [bytes(text.tolist()).decode().split("\n") for text in _gather(transport, "\n".join(lines).encode())]
     longest = max(map(len, texts))
@@ -36,7 +39,7 @@ def check_same_values(transport: Transport, names: Sequence[str], tensors: Seque
         part = hashlib.blake2b(_raw(tensor), digest_size=8).digest()
         parts.append(part)
         whole.update(part)
-    if len(set(_digests(transport, whole.digest()))) == 1:
+    if len(set(_digests(transport, _VALUES, whole.digest()))) == 1:
         return
     every = [bytes(each.tolist()) for each in _gather(transport, b"".join(parts))]
     at = next(index for index in range(len(parts)) if len({each[8 * index : 8 * index + 8] for each in every}) > 1)
@@ -60,11 +63,20 @@ def _raw(tensor: Tensor) -> Any:
     return flat.view(torch.uint8).numpy()
 
 
-def _digests(transport: Transport, data: bytes) -> list[int]:
+def _digests(transport: Transport, subject: int, data: bytes) -> list[int]:
+    """The digests of what every rank holds; all ranks must compare the same `subject`, an index into _SUBJECTS."""
     number = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
-    gathered = transport.all_gather(torch.tensor([number]))
+    gathered = transport.all_gather(torch.tensor([subject, number]))
     assert isinstance(gathered, list)
-    return [int(each) for each in gathered]
+    calls = {rank: f"a comparison of {_SUBJECTS[int(each[0])]}" for rank, each in enumerate(gathered)}
+    if len(set(calls.values())) > 1:
+        rows = "\n".join(f"  rank {rank}: {call}" for rank, call in calls.items())
+        raise CollectiveMismatch(
+            f"the ranks of a model are not at the same place:\n{rows}\n"
+            "Every rank must wrap, thaw and verify at the same round.",
+            calls,
+        )
+    return [int(each[1]) for each in gathered]
 
 
 def _gather(transport: Transport, data: bytes) -> list[Tensor]:

@@ -79,8 +79,8 @@ class GradientRounds:
             for slot, parameter in enumerate(bucket.parameters):
                 if self._ready[bucket.index][slot]:
                     continue
-                # A gradient from an earlier micro-batch counts even if the last one did not use the parameter.
-                if parameter.grad is not None and parameter.requires_grad:
+                # A gradient from before counts even if the last micro-batch did not use the parameter, or it is frozen.
+                if parameter.grad is not None:
                     self._bring_home(bucket, slot)
                     self._ready[bucket.index][slot] = True
                 else:
@@ -131,7 +131,7 @@ class GradientRounds:
         self._tickets.append(self._order.submit(what, exchange))
 
     def _settle(self, bucket: Bucket, number: int, read_tails: bool) -> None:
-        """Give every parameter that any rank used its mean gradient; leave the others without one."""
+        """Give every parameter that any rank used its mean gradient; leave the others without."""
         ready = self._ready[bucket.index]
         # Reading the tail makes the host wait for a GPU: there only if there is something to learn from it.
         if bucket.flat.is_cuda and all(ready) and not read_tails:
@@ -139,9 +139,8 @@ class GradientRounds:
         tail = bucket.read_tail()
         self._check_fingerprint(bucket, tail, number)
         for slot, (parameter, share) in enumerate(zip(bucket.parameters, tail.used, strict=True)):
-            if not ready[slot]:
-                # None, if nobody used it: a frozen one may hold an old gradient here and none elsewhere.
-                parameter.grad = bucket.views[slot] if share > 0 else None
+            if share > 0 and not ready[slot]:
+                parameter.grad = bucket.views[slot]
 
     def _fingerprint(self, bucket: Bucket, number: int) -> float:
         # Whole numbers so small that even their sum over the ranks is exact in the dtype of the bucket.

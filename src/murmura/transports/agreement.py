@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ Move = Callable[[Pairs, Pairs, float], None]
 """An exchange of flat tensors where the transport works: sends, recvs, seconds."""
 
 _TEXT_BYTES = 256
+_DATA, _NOTICE, _ANSWER = 0, 2, 3  # tags of messages
 
 
 def _note(text: str, device: torch.device) -> Tensor:
@@ -67,17 +69,45 @@ def on_split(parent: Transport, name: str, members: Sequence[int], word: int = 0
     return result
 
 
-def on_exchange(move: Move, sends: Pairs, recvs: Pairs, rank: int, timeout: float, device: torch.device) -> None:
-    """Tell receivers what is coming and hear what they want, and the other way round; both ends raise if it differs."""
-    coming = [(_blank(device), src) for _, src in recvs]
-    move([(_note(describe(tensor), device), dst) for tensor, dst in sends], coming, timeout)
-    wanted = [(_blank(device), dst) for _, dst in sends]
-    move([(_note(describe(out), device), src) for out, src in recvs], wanted, timeout)
-    for (tensor, dst), (note, _) in zip(sends, wanted, strict=True):
-        if _text(note) != describe(tensor):
-            calls = {rank: f"send(dst={dst}) of {describe(tensor)}", dst: f"recv(src={rank}) of {_text(note)}"}
-            raise mismatch(rank, "exchange", calls)
-    for (out, src), (note, _) in zip(recvs, coming, strict=True):
-        if _text(note) != describe(out):
-            calls = {src: f"send(dst={rank}) of {_text(note)}", rank: f"recv(src={src}) of {describe(out)}"}
-            raise mismatch(rank, "exchange", calls)
+def exchange(
+    group: Any, wait: Callable[[Any], None], outgoing: Pairs, incoming: Pairs, sends: Pairs, recvs: Pairs
+) -> None:
+    """An exchange over a process group whose messages are announced, and answered, before they leave.
+
+    `outgoing` and `incoming` are the working copies of `sends` and `recvs`. A message leaves when its receiver has said
+    that it fits; both ends raise if it does not. What a rank awaits of one message never hangs on a later one, so the
+    two ends may group their messages differently.
+    """
+    rank, host = group.rank(), torch.device("cpu")
+    data = [group.recv([flat.view(torch.uint8)], src, _DATA) for flat, src in incoming]
+    announced = [_blank(host) for _ in recvs]
+    announcements = [group.recv([note], src, _NOTICE) for note, (_, src) in zip(announced, recvs, strict=True)]
+    answered = [_blank(host) for _ in sends]
+    answers = [group.recv([note], dst, _ANSWER) for note, (_, dst) in zip(answered, sends, strict=True)]
+    notices = [_note(_send(tensor, dst), host) for tensor, dst in sends]
+    works = [group.send([note], dst, _NOTICE) for note, (_, dst) in zip(notices, sends, strict=True)]
+    replies = [_note(_recv(out, src), host) for out, src in recvs]
+    calls: dict[int, str] = {}
+    for work, note, reply, (out, src) in zip(announcements, announced, replies, recvs, strict=True):
+        wait(work)
+        works.append(group.send([reply], src, _ANSWER))
+        if _text(note) != _send(out, rank):
+            calls = calls or {rank: _recv(out, src), src: _text(note)}
+    for work, note, (flat, dst), (tensor, _) in zip(answers, answered, outgoing, sends, strict=True):
+        wait(work)
+        if _text(note) != _recv(tensor, rank):
+            calls = calls or {rank: _send(tensor, dst), dst: _text(note)}
+        if not calls:
+            works.append(group.send([flat.view(torch.uint8)], dst, _DATA))
+    if calls:
+        raise mismatch(rank, "exchange", calls)
+    for work in (*data, *works):
+        wait(work)
+
+
+def _send(tensor: Tensor, dst: int) -> str:
+    return f"send(dst={dst}) of {describe(tensor)}"
+
+
+def _recv(out: Tensor, src: int) -> str:
+    return f"recv(src={src}) of {describe(out)}"

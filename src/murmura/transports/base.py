@@ -21,12 +21,17 @@ import torch
 from torch import Tensor
 
 from murmura.collectives import gather, ring
-from murmura.collectives.reduction import check_reducible
 from murmura.errors import UsageError
 from murmura.transports.checks import (
+    check_all_reduce,
+    check_all_to_all,
+    check_broadcast,
     check_dense,
-    check_list,
+    check_gather,
     check_rank,
+    check_reduce,
+    check_reduce_scatter,
+    check_scatter,
     check_writable,
     describe,
     describe_rows,
@@ -118,15 +123,8 @@ class Transport(TransportCore):
 
         Returns the tensor written, or a `Ticket` whose ``wait`` returns it.
         """
-        op = check_reducible(op, tensor.dtype)
+        op = check_all_reduce(tensor, op, out)
         target = tensor if out is None else out
-        if target.shape != tensor.shape or target.dtype != tensor.dtype or target.device != tensor.device:
-            raise UsageError(
-                f"out is {describe(target)} on {target.device}, but the tensor is {describe(tensor)} on "
-                f"{tensor.device}. Make out with torch.empty_like(tensor)."
-            )
-        check_dense(tensor)
-        check_writable(target)
 
         def work() -> Tensor:
             flat_out = self._flat(target, load=out is None)
@@ -144,8 +142,7 @@ class Transport(TransportCore):
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False, timeout: float | None = None
     ) -> Tensor | Ticket:
         """Overwrite `tensor` on every rank with rank `src`'s; returns it, or a `Ticket`."""
-        check_rank(src, self.world_size, "src")
-        check_writable(tensor)
+        check_broadcast(tensor, src, self.world_size)
 
         def work() -> Tensor:
             flat = self._flat(tensor, load=self.rank == src)
@@ -175,9 +172,7 @@ class Transport(TransportCore):
         timeout: float | None = None,
     ) -> Tensor | Ticket:
         """Reduce `tensor` over all ranks, in rank order, into rank `dst`'s; on the others it stays as it is."""
-        op = check_reducible(op, tensor.dtype)
-        check_rank(dst, self.world_size, "dst")
-        check_writable(tensor)
+        op = check_reduce(tensor, dst, op, self.world_size)
 
         def work() -> Tensor:
             self._agree(f"reduce({op}, dst={dst}) of {describe(tensor)}", timeout)
@@ -202,8 +197,7 @@ class Transport(TransportCore):
 
         Chunk i of D elements over n ranks has D // n + (i < D % n) elements.
         """
-        op = check_reducible(op, tensor.dtype)
-        check_dense(tensor)
+        op = check_reduce_scatter(tensor, op)
 
         def work() -> Tensor:
             self._agree(f"reduce_scatter({op}) of {describe(tensor)}", timeout)
@@ -229,8 +223,7 @@ class Transport(TransportCore):
         self, tensor: Tensor, dst: int = 0, *, async_op: bool = False, timeout: float | None = None
     ) -> list[Tensor] | Ticket | None:
         """Every rank's tensor, in rank order, on rank `dst`; None elsewhere. First dimensions may differ."""
-        check_rank(dst, self.world_size, "dst")
-        check_dense(tensor)
+        check_gather(tensor, dst, self.world_size)
 
         def work() -> list[Tensor] | None:
             self._agree(f"gather(dst={dst}) of {describe_rows(tensor)}", timeout)
@@ -248,10 +241,7 @@ class Transport(TransportCore):
         timeout: float | None = None,
     ) -> Tensor | Ticket:
         """Fill `out` with this rank's entry of rank `src`'s `tensors`, which only rank `src` gives."""
-        check_rank(src, self.world_size, "src")
-        check_writable(out)
-        if self.rank == src:
-            check_list(tensors, self.world_size, "tensors")
+        check_scatter(tensors, src, out, self.rank, self.world_size)
 
         def work() -> Tensor:
             self._agree(f"scatter(src={src})", timeout)
@@ -269,14 +259,7 @@ class Transport(TransportCore):
         timeout: float | None = None,
     ) -> Ticket | None:
         """Send sends[r] to rank r and fill recvs[r] from rank r; sizes may differ from pair to pair."""
-        check_list(sends, self.world_size, "sends")
-        check_list(recvs, self.world_size, "recvs")
-        for tensor in recvs:
-            check_writable(tensor)
-        if describe(sends[self.rank]) != describe(recvs[self.rank]):
-            raise UsageError(
-                f"rank {self.rank} sends itself {describe(sends[self.rank])} but wants {describe(recvs[self.rank])}."
-            )
+        check_all_to_all(sends, recvs, self.rank, self.world_size)
 
         def work() -> None:
             self._agree("all_to_all()", timeout)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from murmura.collectives.reduction import check_reducible
 from murmura.errors import UsageError
+from murmura.types import ReduceOp
 
 
 def check_rank(rank: int, world_size: int, what: str) -> None:
@@ -53,6 +55,63 @@ def check_list(tensors: Sequence[Tensor] | None, world_size: int, what: str) -> 
         raise UsageError(f"{what} must hold one tensor for each of the {world_size} ranks, but holds {count}.")
     for tensor in tensors:
         check_dense(tensor)
+
+
+# The arguments of each collective
+
+
+def check_all_reduce(tensor: Tensor, op: ReduceOp | str, out: Tensor | None) -> ReduceOp:
+    op = check_reducible(op, tensor.dtype)
+    target = tensor if out is None else out
+    if target.shape != tensor.shape or target.dtype != tensor.dtype or target.device != tensor.device:
+        raise UsageError(
+            f"out is {describe(target)} on {target.device}, but the tensor is {describe(tensor)} on {tensor.device}. "
+            "Make out with torch.empty_like(tensor)."
+        )
+    check_dense(tensor)
+    check_writable(target)
+    return op
+
+
+def check_broadcast(tensor: Tensor, src: int, world_size: int) -> None:
+    check_rank(src, world_size, "src")
+    check_writable(tensor)
+
+
+def check_reduce(tensor: Tensor, dst: int, op: ReduceOp | str, world_size: int) -> ReduceOp:
+    op = check_reducible(op, tensor.dtype)
+    check_rank(dst, world_size, "dst")
+    check_writable(tensor)
+    return op
+
+
+def check_reduce_scatter(tensor: Tensor, op: ReduceOp | str) -> ReduceOp:
+    check_dense(tensor)
+    return check_reducible(op, tensor.dtype)
+
+
+def check_gather(tensor: Tensor, dst: int, world_size: int) -> None:
+    check_rank(dst, world_size, "dst")
+    check_dense(tensor)
+
+
+def check_scatter(tensors: Sequence[Tensor] | None, src: int, out: Tensor, rank: int, world_size: int) -> None:
+    check_rank(src, world_size, "src")
+    check_writable(out)
+    if rank == src:
+        check_list(tensors, world_size, "tensors")
+
+
+def check_all_to_all(sends: Sequence[Tensor], recvs: Sequence[Tensor], rank: int, world_size: int) -> None:
+    check_list(sends, world_size, "sends")
+    check_list(recvs, world_size, "recvs")
+    for tensor in recvs:
+        check_writable(tensor)
+    if describe(sends[rank]) != describe(recvs[rank]):
+        raise UsageError(f"rank {rank} sends itself {describe(sends[rank])} but wants {describe(recvs[rank])}.")
+
+
+# Words
 
 
 def describe(tensor: Tensor) -> str:

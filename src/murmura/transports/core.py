@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from murmura.errors import TransportClosed
+from murmura.errors import ConfigError, TransportClosed, UsageError
 from murmura.transports.failures import again
 from murmura.transports.order import Order, Ticket
 
@@ -82,6 +82,8 @@ class TransportCore(ABC):
             self._operation = name if name == "exchange" else f"{name} #{self._num_collectives}"
         try:
             return work()
+        except (UsageError, ConfigError):  # refused before anything was sent
+            raise
         except BaseException as error:  # whatever it was, this rank is now out of step with the others
             self.abort(error)
             raise

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from murmura.collectives import ring
-from murmura.errors import PeerTimeout, TransportError, UsageError
+from murmura.errors import PeerTimeout, TransportClosed, TransportError, UsageError
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_members, describe
 from murmura.transports.checks import store as bring_back
-from murmura.transports.failures import Departure, Patience, mismatch, peer_lost, peer_timeout, words_of
+from murmura.transports.failures import Departure, Patience, again, mismatch, peer_lost, peer_timeout, words_of
 from murmura.transports.host import Liveness
 from murmura.transports.order import Ticket
-from murmura.transports.rendezvous import Diary, Roster, Store, sign_in, under
+from murmura.transports.rendezvous import Diary, Roster, Store, build_group, sign_in, under
 from murmura.types import ReduceOp, parse
 
 __all__ = ["ProcessGroupTransport"]
@@ -111,7 +111,7 @@ class ProcessGroupTransport(Transport):
         `hosts` pretends that ranks are on several hosts.
         """
         roster = sign_in(store, rank, world_size, timeout)
-        group = _build_group(under(store, "group"), rank, world_size, backend, timeout, roster)
+        group = build_group(store, rank, world_size, backend, timeout, roster)
         transport = cls(group, check=check, store=store, timeout=timeout, roster=roster, name=name)
         transport._owns_group = True
         if hosts is not None:
@@ -124,19 +124,19 @@ class ProcessGroupTransport(Transport):
         self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
     ) -> Ticket | None:
         self._check_pairs(sends, recvs)
-        outermost = not self._operation
 
         def work() -> None:
             outgoing = [(self._flat(tensor, load=True), dst) for tensor, dst in sends]
             incoming = [(self._flat(out, load=False), src) for out, src in recvs]
-            if outermost:
+            if self._operation == "exchange":  # and not part of a collective
                 self._call = "exchange: " + ", ".join(
                     [f"send(dst={dst}) of {describe(tensor)}" for tensor, dst in sends]
                     + [f"recv(src={src}) of {describe(out)}" for out, src in recvs]
                 )
-                if self.check is Check.ALWAYS:
-                    agreement.on_exchange(self._move, sends, recvs, self.rank, self._seconds(timeout), self._works_on)
-            self._move(outgoing, incoming, self._seconds(timeout))
+            if self._operation == "exchange" and self.check is Check.ALWAYS and not self._on_cuda:
+                self._exchange_checked(outgoing, incoming, sends, recvs, self._seconds(timeout))
+            else:
+                self._move(outgoing, incoming, self._seconds(timeout))
             for (flat, _), (out, _) in zip(incoming, recvs, strict=True):
                 bring_back(flat, out)
 
@@ -172,7 +172,7 @@ class ProcessGroupTransport(Transport):
     def abort(self, error: BaseException) -> None:
         if self._failure is None:
             super().abort(error)
-            if self._diary is not None:
+            if self._diary is not None and not self._closed:
                 self._diary.depart(Departure.of(error))
             for split in self._splits:
                 split.abort(TransportError(words_of(error)))
@@ -185,8 +185,8 @@ class ProcessGroupTransport(Transport):
             split.close()
         if self._diary is not None and self._failure is None:
             self._diary.depart(Departure())
-        if self._owns_group and not self._order.idle:
-            self._group.abort()  # what still waits in the communication thread will wait no more
+        if not self._order.idle:
+            self._break_off()  # what still waits in the communication thread will wait no more
         self._order.close()
         if self._owns_group:
             self._group.shutdown()
@@ -244,9 +244,22 @@ class ProcessGroupTransport(Transport):
             return ticket.wait()
         except KeyboardInterrupt as interrupt:
             self.abort(interrupt)
-            if self._owns_group:
-                self._group.abort()
+            self._break_off()
             raise
+
+    def _break_off(self) -> None:
+        """End what waits in a group of our own; one that was handed over may be in use elsewhere."""
+        if not self._owns_group:
+            return
+        if self._on_cuda:
+            self._group.abort()
+            return
+        # Gloo's abort does nothing, but a receive that times out closes all connections of the group.
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    nothing = torch.empty(1, dtype=torch.uint8)
+                    self._group.recv([nothing], peer, 1).wait(timedelta(milliseconds=1))
 
     def _move(self, sends: Pairs, recvs: Pairs, timeout: float) -> None:
         """Exchange flat tensors as bytes; receives are posted first (on Gloo that is twice as fast)."""
@@ -261,6 +274,15 @@ class ProcessGroupTransport(Transport):
             return works
 
         self._await(start, timeout)
+
+    def _exchange_checked(self, outgoing: Pairs, incoming: Pairs, sends: Pairs, recvs: Pairs, timeout: float) -> None:
+        began = time.monotonic()
+
+        def wait(work: Any) -> None:
+            work.wait(timedelta(seconds=max(0.001, began + timeout - time.monotonic())))
+
+        with self._translated(began):
+            agreement.exchange(self._group, wait, outgoing, incoming, sends, recvs)
 
     def stream(
         self, outgoing: Tensor, dst: int, incoming: Tensor, src: int, *, timeout: float | None = None
@@ -310,8 +332,11 @@ class ProcessGroupTransport(Transport):
         try:
             yield
         except (RuntimeError, ValueError) as error:
+            if self._failure is not None:  # aborted meanwhile, or closed, which is the cause
+                raise again(self._failure) from error
             if self._closed:
-                raise
+                words = f"rank {self.rank} closed the transport during {self._operation}."
+                raise TransportClosed(words, rank=self.rank) from error
             raise self._explain(error, time.monotonic() - began) from error
 
     def _explain(self, error: Exception, waited: float) -> Exception:
@@ -329,7 +354,7 @@ class ProcessGroupTransport(Transport):
         departed, dead, calls = self._diary.explain(self._call)
         first_hand = {peer: each for peer, each in departed.items() if each.culprit is None} or departed
         for peer in dead:
-            if peer not in first_hand:
+            if peer not in departed:
                 return peer_lost(self.rank, peer, operation, "died: it was killed, or exited without closing")
         for peer, departure in first_hand.items():
             return departure.as_error(self.rank, peer, operation)
@@ -347,23 +372,3 @@ class ProcessGroupTransport(Transport):
 def _limited(options: Any, limit: timedelta) -> Any:
     options.timeout = limit
     return options
-
-
-def _build_group(store: Store, rank: int, world_size: int, backend: str, timeout: float, roster: Roster) -> Any:
-    limit = timedelta(seconds=timeout)
-    if backend == "gloo":
-        if len(set(roster.hosts)) > 1:
-            return dist.ProcessGroupGloo(store, rank, world_size, limit)
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = limit
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        return gloo(store, rank, world_size, options)
-    if backend == "nccl":
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, world_size, nccl)
-    raise UsageError(
-        f"murmura builds gloo and nccl groups, not {backend!r}. Build it yourself and hand it over: "
-        "ProcessGroupTransport(group, store=store)."
-    )

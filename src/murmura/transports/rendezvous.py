@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from murmura.errors import RendezvousError
+from murmura.errors import RendezvousError, UsageError
 from murmura.transports.failures import Departure
 from murmura.transports.host import Liveness, host_identity, number_hosts
 
@@ -71,9 +71,18 @@ class Roster:
 def sign_in(store: Store, rank: int, world_size: int, timeout: float) -> Roster:
     """Say that this rank is here and wait for all others; `RendezvousError` names those that do not come."""
     store.set(f"here/{rank}", json.dumps([host_identity(), os.getpid()]))
+    _await_all(store, "here", rank, world_size, timeout)
+    entries = [json.loads(store.get(f"here/{each}")) for each in range(world_size)]
+    own_host = entries[rank][0]
+    pids = {each: pid for each, (host, pid) in enumerate(entries) if host == own_host and each != rank}
+    return Roster(rank, tuple(number_hosts([host for host, _ in entries])), pids)
+
+
+def _await_all(store: Store, what: str, rank: int, world_size: int, timeout: float) -> None:
+    """Wait until every rank has said `what`."""
     deadline = time.monotonic() + timeout
     missing = list(range(world_size))
-    while missing := [each for each in missing if not store.check([f"here/{each}"])]:
+    while missing := [each for each in missing if not store.check([f"{what}/{each}"])]:
         if time.monotonic() > deadline:
             raise RendezvousError(
                 f"rank {rank} waited {timeout:.1f} s, but of {world_size} ranks {missing} did not come. "
@@ -81,10 +90,6 @@ def sign_in(store: Store, rank: int, world_size: int, timeout: float) -> Roster:
                 tuple(missing),
             )
         time.sleep(POLL_SECONDS)  # a store has no wait that names who is missing
-    entries = [json.loads(store.get(f"here/{each}")) for each in range(world_size)]
-    own_host = entries[rank][0]
-    pids = {each: pid for each, (host, pid) in enumerate(entries) if host == own_host and each != rank}
-    return Roster(rank, tuple(number_hosts([host for host, _ in entries])), pids)
 
 
 class Diary:
@@ -108,8 +113,8 @@ class Diary:
         self._set(f"stalled/{self._rank}", call.encode())
         deadline = time.monotonic() + ROLL_CALL_SECONDS
         while True:
+            dead = self._liveness.dead()  # first, so that the word of whoever left one is found below
             departed = {peer: Departure.from_bytes(text) for peer, text in self._read("departed").items()}
-            dead = self._liveness.dead()
             calls = {peer: text.decode() for peer, text in self._read("stalled").items()}
             if departed or dead or time.monotonic() > deadline or len(calls) == len(self._peers):
                 return departed, dead, calls
@@ -130,3 +135,42 @@ class Diary:
         except (dist.DistError, RuntimeError):
             return found
         return found
+
+
+def build_group(store: Store, rank: int, world_size: int, backend: str, timeout: float, roster: Roster) -> Any:
+    """A process group of one's own on `store`; returns when all ranks have connected.
+
+    A rank that went ahead, did its part and closed would otherwise break the connections that others still make.
+    """
+    try:
+        group = _make_group(under(store, "group"), rank, world_size, backend, timeout, roster)
+    except RuntimeError as error:
+        if isinstance(error, UsageError):
+            raise
+        raise RendezvousError(
+            f"rank {rank} could not connect to all others over {backend}: {error} Did one of them fail meanwhile? "
+            "`murmura doctor` looks at the network."
+        ) from error
+    store.set(f"connected/{rank}", b"")
+    _await_all(store, "connected", rank, world_size, timeout)
+    return group
+
+
+def _make_group(store: Store, rank: int, world_size: int, backend: str, timeout: float, roster: Roster) -> Any:
+    limit = timedelta(seconds=timeout)
+    if backend == "gloo":
+        if len(set(roster.hosts)) > 1:
+            return dist.ProcessGroupGloo(store, rank, world_size, limit)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = limit
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        return gloo(store, rank, world_size, options)
+    if backend == "nccl":
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, world_size, nccl)
+    raise UsageError(
+        f"murmura builds gloo and nccl groups, not {backend!r}. Build it yourself and hand it over: "
+        "ProcessGroupTransport(group, store=store)."
+    )

@@ -10,6 +10,16 @@ import torch
 from torch import Tensor
 
 from murmura.transports.base import Pairs, Transport
+from murmura.transports.checks import (
+    check_all_reduce,
+    check_all_to_all,
+    check_broadcast,
+    check_dense,
+    check_gather,
+    check_reduce,
+    check_reduce_scatter,
+    check_scatter,
+)
 from murmura.transports.order import Ticket
 from murmura.types import ReduceOp
 
@@ -31,6 +41,7 @@ class TransportDecorator(Transport):
             name=f"{type(self).__name__}({transport.name})",
         )
         self.inner = transport
+        self._splits: list[Self] = []
 
     @abstractmethod
     def _around(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any]) -> Any:
@@ -45,7 +56,11 @@ class TransportDecorator(Transport):
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> Self | None:
         split = self.inner.split(name, ranks)
-        return None if split is None else self._wrap(split)
+        if split is None:
+            return None
+        wrapped = self._wrap(split)
+        self._splits.append(wrapped)
+        return wrapped
 
     def abort(self, error: BaseException) -> None:
         super().abort(error)
@@ -55,6 +70,8 @@ class TransportDecorator(Transport):
         if self._closed:
             return
         self._closed = True
+        for split in self._splits:
+            split.close()
         self.inner.close()
         self._order.close()
 
@@ -81,6 +98,7 @@ class TransportDecorator(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
+        check_all_reduce(tensor, op, out)
         target = tensor if out is None else out
         return self._do(  # type: ignore[no-any-return]
             "all_reduce",
@@ -93,6 +111,7 @@ class TransportDecorator(Transport):
     def broadcast(
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False, timeout: float | None = None
     ) -> Tensor | Ticket:
+        check_broadcast(tensor, src, self.world_size)
         sent, received = ([tensor], []) if self.rank == src else ([], [tensor])
         return self._do(  # type: ignore[no-any-return]
             "broadcast", sent, received, lambda: self.inner.broadcast(tensor, src, timeout=timeout), async_op
@@ -110,6 +129,7 @@ class TransportDecorator(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
+        check_reduce(tensor, dst, op, self.world_size)
         sent, received = ([], [tensor]) if self.rank == dst else ([tensor], [])
         return self._do(  # type: ignore[no-any-return]
             "reduce", sent, received, lambda: self.inner.reduce(tensor, dst, op, timeout=timeout), async_op
@@ -123,6 +143,7 @@ class TransportDecorator(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
+        check_reduce_scatter(tensor, op)
         return self._do(  # type: ignore[no-any-return]
             "reduce_scatter", [tensor], [], lambda: self.inner.reduce_scatter(tensor, op, timeout=timeout), async_op
         )
@@ -130,6 +151,7 @@ class TransportDecorator(Transport):
     def all_gather(
         self, tensor: Tensor, *, async_op: bool = False, timeout: float | None = None
     ) -> list[Tensor] | Ticket:
+        check_dense(tensor)
         return self._do(  # type: ignore[no-any-return]
             "all_gather", [tensor], [], lambda: self.inner.all_gather(tensor, timeout=timeout), async_op
         )
@@ -137,6 +159,7 @@ class TransportDecorator(Transport):
     def gather(
         self, tensor: Tensor, dst: int = 0, *, async_op: bool = False, timeout: float | None = None
     ) -> list[Tensor] | Ticket | None:
+        check_gather(tensor, dst, self.world_size)
         return self._do(  # type: ignore[no-any-return]
             "gather", [tensor], [], lambda: self.inner.gather(tensor, dst, timeout=timeout), async_op
         )
@@ -150,6 +173,7 @@ class TransportDecorator(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
+        check_scatter(tensors, src, out, self.rank, self.world_size)
         return self._do(  # type: ignore[no-any-return]
             "scatter",
             tensors or [],
@@ -161,6 +185,7 @@ class TransportDecorator(Transport):
     def all_to_all(
         self, sends: Tensors, recvs: Tensors, *, async_op: bool = False, timeout: float | None = None
     ) -> Ticket | None:
+        check_all_to_all(sends, recvs, self.rank, self.world_size)
         return self._do(  # type: ignore[no-any-return]
             "all_to_all", sends, recvs, lambda: self.inner.all_to_all(sends, recvs, timeout=timeout), async_op
         )

@@ -36,8 +36,8 @@ class Fault(StrEnum):
 class FaultyTransport(TransportDecorator):
     """Wrap every rank alike; the fault strikes once, on `rank`, before (or, to corrupt, after) `operation`.
 
-    `operation` is a name, "all_reduce", or the k-th of that name on the channel, "all_reduce #3". `fired` says
-    whether it has struck: a test of a fault should assert that.
+    `operation` is a name, "all_reduce", or the k-th of that name on any one channel, "all_reduce #3". `fired` says
+    whether it has struck here, or on a channel split off: a test of a fault should assert that.
     """
 
     def __init__(self, transport: Transport, fault: str, *, rank: int, operation: str) -> None:
@@ -50,24 +50,34 @@ class FaultyTransport(TransportDecorator):
             )
         if not 0 <= rank < transport.world_size:
             raise ConfigError(f"rank={rank} is not a rank of this world of {transport.world_size}.")
-        self.fired = False
-        self._target = (rank, operation)
+        self._is_target = transport.rank == rank
+        self._operation_asked = operation
+        self._struck = threading.Event()  # one for all channels split off
         self._name, self._countdown = parts[1], int(parts[2] or 1)
         self._released = threading.Event()
 
+    @property
+    def fired(self) -> bool:
+        return self._struck.is_set()
+
     def abort(self, error: BaseException) -> None:
-        self._released.set()
+        self._release()
         super().abort(error)
 
     def close(self) -> None:
-        self._released.set()
+        self._release()
         super().close()
 
+    def _release(self) -> None:
+        self._released.set()
+        for split in self._splits:
+            split._release()
+
     def _around(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any]) -> Any:
-        if self.rank == self._target[0] and name == self._name and not self.fired:
+        if self._is_target and name == self._name and not self.fired:
             self._countdown -= 1
             if self._countdown == 0:
-                self.fired = True
+                self._struck.set()
                 return self._strike(received, work)
         return work()
 
@@ -87,10 +97,10 @@ class FaultyTransport(TransportDecorator):
         return result
 
     def _wrap(self, split: Transport) -> Self:
-        rank, operation = self._target
         # The target is a rank of this transport; the subgroup numbers its ranks anew, and may be without it.
-        wrapped = type(self)(split, self.fault, rank=split.rank, operation=operation)
-        wrapped.fired = self.rank != rank
+        wrapped = type(self)(split, self.fault, rank=split.rank, operation=self._operation_asked)
+        wrapped._is_target = self._is_target
+        wrapped._struck = self._struck
         return wrapped
 
 
@@ -101,6 +111,6 @@ def _flip_a_bit(received: Tensors, result: Any) -> None:
         if tensor.numel():
             first = tensor.detach().reshape(-1)[:1]
             flipped = first.clone()
-            flipped.view(torch.uint8)[-1] ^= 0x80
+            flipped.view(torch.uint8)[-1] ^= 1 if tensor.dtype is torch.bool else 0x80
             tensor.detach()[(0,) * tensor.dim()] = flipped[0]
             return

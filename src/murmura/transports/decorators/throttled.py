@@ -28,7 +28,7 @@ _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 def parse_rate(rate: str) -> float:
     """Bytes per second of "100mbit", "1gbit", "2.5gbit"."""
-    parts = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(k|m|g)?bit", rate.strip().lower())
+    parts = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(k|m|g)?bit", str(rate).strip().lower())
     if parts is None or float(parts[1]) == 0:
         raise ConfigError(f"bandwidth={rate!r}: write bits per second as '100mbit', '1gbit' or '2.5gbit'.")
     return float(parts[1]) * _UNITS[f"{parts[2] or ''}bit"] / 8
@@ -53,6 +53,7 @@ class ThrottledTransport(Transport):
         self._bandwidth, self._latency = bandwidth, latency
         self._free_at = 0.0  # when the link has carried the exchange before
         self._ended = threading.Event()
+        self._splits: list[ThrottledTransport] = []
 
     def exchange(
         self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
@@ -77,7 +78,11 @@ class ThrottledTransport(Transport):
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> ThrottledTransport | None:
         split = self.inner.split(name, ranks)
-        return None if split is None else ThrottledTransport(split, self._bandwidth, self._latency)
+        if split is None:
+            return None
+        throttled = ThrottledTransport(split, self._bandwidth, self._latency)
+        self._splits.append(throttled)
+        return throttled
 
     def abort(self, error: BaseException) -> None:
         super().abort(error)
@@ -88,6 +93,8 @@ class ThrottledTransport(Transport):
             return
         self._closed = True
         self._ended.set()
+        for split in self._splits:
+            split.close()
         self.inner.close()
         self._order.close()
 

@@ -1,0 +1,113 @@
+"""Scenarios on Gloo: ranks that meet at a file and talk over the loopback, and what they do there."""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from scenario import NUM_HEALTHY, Act, Actor, World, play
+
+from murmura import ProcessGroupTransport, Transport, run_world
+from murmura.transports.process_group import Check
+from murmura.transports.rendezvous import file_store
+
+NUMEL = 1024
+
+
+class GlooWorld(World):
+    """Ranks that are processes joined by Gloo; with `check="always"` they compare calls before every operation."""
+
+    def __init__(
+        self, world_size: int, act: Act, *args: Any, timeout: float = 20.0, check: str = "best_effort"
+    ) -> None:
+        self.folder = tempfile.mkdtemp(prefix="gloo-scenario-")
+        self.check = check
+        super().__init__("gloo", world_size, act, *args, timeout=timeout)
+
+    def start(self, rank: int) -> Actor:
+        meeting = (os.path.join(self.folder, "store"), rank, self.world_size, self.check)
+        self.actors[rank] = Actor(f"rank {rank}", join_gloo_and_play, *meeting, *self._play)
+        return self.actors[rank]
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            shutil.rmtree(self.folder)
+
+
+def join_gloo_and_play(
+    pipe: Connection,
+    store_file: str,
+    rank: int,
+    world_size: int,
+    check: str,
+    timeout: float,
+    act: Act,
+    args: Sequence[Any],
+) -> None:
+    """The life of a rank in a process of its own."""
+    torch.set_num_threads(1)
+    store = file_store(store_file, world_size)
+    transport = ProcessGroupTransport.join(store, rank, world_size, check=check, timeout=timeout)
+    pipe.send(("joined", {}))
+    play(pipe, transport, act, args)
+
+
+# For run_world
+
+
+def fail_as(transport: Transport, fault: str, check: str) -> None:
+    """Healthy all-reduces, then rank 1 fails in the way named; the others go on."""
+    assert isinstance(transport, ProcessGroupTransport)
+    transport.check = Check(check)
+    tensor = torch.ones(NUMEL)
+    for _ in range(NUM_HEALTHY):
+        transport.all_reduce(tensor.fill_(1.0))
+        assert torch.equal(tensor, torch.full((NUMEL,), 3.0))
+    if transport.rank == 1:
+        if fault == "raise":
+            raise ValueError("the loader broke")
+        if fault == "return":
+            return
+        if fault == "sys.exit":
+            sys.exit(7)
+        if fault == "os._exit":
+            os._exit(7)
+        if fault.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, fault))
+        if fault == "barrier":
+            transport.barrier()
+        if fault == "broadcast":
+            transport.broadcast(tensor)
+        if fault == "longer":
+            transport.all_reduce(torch.ones(NUMEL + 1))
+        if fault == "shorter":
+            transport.all_reduce(torch.ones(NUMEL // 2))
+        if fault == "float64":
+            transport.all_reduce(torch.ones(NUMEL, dtype=torch.float64))
+        if fault == "int16":
+            transport.all_reduce(torch.ones(NUMEL, dtype=torch.int16))
+        if fault == "max":
+            transport.all_reduce(tensor, "max")
+    for _ in range(2):
+        transport.all_reduce(tensor)
+
+
+def wait_for_rank_0(transport: Transport) -> None:
+    """Says "rank pid" on the standard output; then rank 0 does not come."""
+    transport.barrier()
+    os.write(1, f"{transport.rank} {os.getpid()}\n".encode())
+    if transport.rank == 0:
+        signal.pause()
+    transport.barrier()
+
+
+if __name__ == "__main__":  # a user's program, which is interrupted
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the shell that started the tests did
+    run_world(wait_for_rank_0, 3, kind="processes", transport="gloo")
