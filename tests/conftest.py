@@ -27,6 +27,8 @@ PROC = Path("/proc")
 SHARED = Path("/dev/shm")
 MADE_HERE = ("murmura", "torch_", "psm_", "sem.")  # names that this library, torch and multiprocessing would give
 
+SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # when an optimizer or a compiler is first used
+
 _has_token: dict[tuple[int, str], bool] = {}  # by pid and start time: whether the token was in its environment
 Traces = dict[tuple[object, ...], str]  # what identifies a thing, and its name in words
 
@@ -85,7 +87,7 @@ def traces() -> Traces:
 
 
 def changed_variables(before: Mapping[str, str]) -> list[str]:
-    names = {*before, *os.environ} - {"PYTEST_CURRENT_TEST"}
+    names = {*before, *os.environ} - {"PYTEST_CURRENT_TEST", *SET_BY_TORCH}
     return sorted(name for name in names if before.get(name) != os.environ.get(name))
 
 

@@ -432,6 +432,25 @@ def test_after_nonfinite_raise_the_loop_may_go_on() -> None:
                 backward(ddp, value)
             except NonFiniteGradient:
                 num_refused += 1
+                if transport.rank == 0:  # no round, so it may be done alone
+                    x = number(1).requires_grad_()
+                    torch.autograd.grad(ddp(x).sum(), x)
         return num_refused, ddp.module.weight.grad.item()
 
     assert on_ranks(run, 2) == [(1, 3.0)] * 2
+
+
+def test_after_nonfinite_raise_join_goes_on_with_the_right_weights() -> None:
+    def run(transport: Transport) -> list[float]:
+        ddp = DDP(weight(), transport, nonfinite="raise")
+        seen = []
+        for value in ddp.join([1.0, float("nan")] if transport.rank == 0 else [2.0, 4.0, 6.0]):
+            ddp.zero_grad()
+            try:
+                backward(ddp, value)
+            except NonFiniteGradient:
+                continue
+            seen.append(ddp.module.weight.grad.item())
+        return seen
+
+    assert on_ranks(run, 2) == [[1.5, 6.0]] * 2

@@ -207,6 +207,54 @@ def test_sums_need_no_weights() -> None:
     assert on_ranks(run, 2) == [[3.0, 4.0]] * 2
 
 
+@pytest.mark.parametrize("loss", ["part of the module", "parameters alone", "not a number"])
+def test_a_replayed_batch_leaves_no_trace_whatever_the_loss(loss: str) -> None:
+    def run(transport: Transport) -> list[float]:
+        ddp = DDP(nn.Sequential(weight()), transport)
+        seen = []
+        for index, value in enumerate(ddp.join([10.0] if transport.rank == 0 else [2.0, 4.0])):
+            ddp.zero_grad()
+            match loss:
+                case "part of the module":
+                    backward(ddp.module[0], value)
+                case "parameters alone":
+                    (ddp.module[0].weight * value).sum().backward()
+                case "not a number":
+                    backward(ddp, float("nan") if index == 1 and transport.rank == 0 else value)
+            seen.append(ddp.module[0].weight.grad.item())
+        return seen
+
+    assert on_ranks(run, 2) == [[6.0, 4.0]] * 2
+
+
+def test_a_replayed_batch_does_not_train_what_stays_local() -> None:
+    def run(transport: Transport) -> list[float]:
+        ddp = DDP(weight(), transport, ignore=["weight"])
+        seen = []
+        for value in ddp.join([10.0] if transport.rank == 0 else [2.0, 4.0]):
+            ddp.zero_grad()
+            backward(ddp, value)
+            seen.append(ddp.module.weight.grad.item())
+        return seen
+
+    assert on_ranks(run, 2) == [[10.0, 0.0], [2.0, 4.0]]
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_after_the_loop_gradients_flow_again(breaks: bool) -> None:
+    def run(transport: Transport) -> tuple[float, bool]:
+        ddp = DDP(weight(), transport)
+        for index, value in enumerate(ddp.join([10.0] if transport.rank == 0 else [2.0, 4.0, 6.0])):
+            backward(ddp, value)
+            if breaks and index == 1:
+                break
+        ddp.zero_grad()
+        backward(ddp, transport.rank)
+        return ddp.module.weight.grad.item(), bool(ddp.module.weight._backward_hooks)
+
+    assert on_ranks(run, 2) == [(0.5, False)] * 2
+
+
 # The loop
 
 

@@ -292,9 +292,9 @@ class Checkpointed(nn.Module):
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+        for block in (*self.blocks, self.head):  # to the very end: backward begins inside a checkpoint
             x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return self.head(x)
+        return x
 
 
 class Plain(Checkpointed):

@@ -301,7 +301,6 @@ class World:
         self.job = uuid.uuid4().hex
         self.actors: dict[int, Actor] = {}
         self._play = (timeout, act, args)
-        self._inodes: set[int] = set()
         if kind == "threads":
             for transport in InProcessTransport.create_group(world_size, timeout=timeout):
                 name = f"rank {transport.rank}"
@@ -322,7 +321,19 @@ class World:
         for actor in self.actors.values():
             actor.end()
         if self.kind == "processes" and error[0] is None:
-            assert_nothing_left(self.job, self._inodes, [actor.pid for actor in self.actors.values()])
+            assert_nothing_left(self.job, self._segments(), [actor.pid for actor in self.actors.values()])
+
+    def _segments(self) -> set[int]:
+        """The inode of the segment, as those who had joined said; nobody ever held a file or a port."""
+        inodes = set()
+        for actor in self.actors.values():
+            for joined in (facts for word, facts in actor.heard if word == "joined"):
+                assert len(joined["inodes"]) == 1
+                assert not joined["files"]
+                assert not joined["ports"]
+                inodes |= joined["inodes"]
+        assert len(inodes) <= 1, "the ranks do not share one segment"
+        return inodes
 
     def await_word(self, word: str, *ranks: int) -> None:
         """Return once each of `ranks` (by default all) has said `word`; look at what the processes hold by then."""
@@ -330,14 +341,10 @@ class World:
             self.actors[rank].await_word(word)
         if self.kind == "processes":
             for actor in self.actors.values():
-                joined = actor.await_word("joined")
-                assert len(joined["inodes"]) == 1
-                assert not joined["files"]
-                assert not joined["ports"]
-                self._inodes |= joined["inodes"]
+                actor.await_word("joined")
                 assert ports_of(actor.pid) == []
                 assert shm_files_of(actor.pid) == []
-            assert len(self._inodes) == 1, "the ranks do not share one segment"
+            assert self._segments()
 
     def kill(self, rank: int) -> float:
         """SIGKILL a rank and see that it died of it; the moment it was sent."""

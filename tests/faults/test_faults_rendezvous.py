@@ -116,8 +116,7 @@ def test_a_crowd_at_the_door_of_a_stopped_rank_zero_does_not_hold_up_the_others_
             world.stop(0)
             while _knock(crowd, address):
                 pass
-            (report,) = [world.start(1).report(within=TIMEOUT + PROMPT_SECONDS)]
-            _expect_refusal(report)
+            _expect_refusal(world.start(1).report(within=TIMEOUT + PROMPT_SECONDS))
 
 
 def _knock(crowd, address):

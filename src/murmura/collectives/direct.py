@@ -23,9 +23,9 @@ def push(
     for start, stop, first in segments:
         parts = [inputs[(first + step) % size][start:stop] for step in range(size)]
         # The result must overlap no input but the first, or one of two.
-        nearest = outputs[own if size == 2 else first][start:stop]
-        reduction.reduce(parts, nearest)
-        for rank in range(size):
-            target = outputs[rank][start:stop]
-            if rank != (own if size == 2 else first):
-                target[:] = nearest
+        home = own if size == 2 else first
+        result = outputs[home][start:stop]
+        reduction.reduce(parts, result)
+        # Every rank begins with another peer, so that they do not all write to one at a time.
+        for step in range(1, size):
+            outputs[(home + step) % size][start:stop] = result

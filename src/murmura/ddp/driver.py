@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from murmura.algorithms import Algorithm, AlgorithmImpl
@@ -45,7 +45,7 @@ class Driver:
     ) -> None:
         self.replica = replica
         self.channel = replica.transport
-        self.joining = Joining(self.channel)
+        self.joining = Joining(self.channel, module)
         self._bucket_bytes = bucket_bytes
         self._broadcasts_buffers = broadcasts_buffers and bool(replica.buffers)
         self._verify_every = verify_every
@@ -146,21 +146,17 @@ class Driver:
         self.algorithm.before_forward()
         self._open = True
 
-    def gradient_of_output(self, gradient: Tensor, replayed: bool) -> Tensor | None:
-        """Backward has reached an output of the module: from here it can be seen to its end.
-
-        A replayed batch must leave no trace in the gradients, so its gradient is zero from here on.
-        """
+    def output_reached(self) -> None:
+        """Backward has reached an output of the module: from here it can be seen to its end."""
         self._arm()
-        return torch.zeros_like(gradient) if replayed else None
 
     def gradient_came(self, parameter: nn.Parameter) -> None:
         """The gradient of `parameter` has been accumulated."""
         if not self._syncing:
             self._held_back = True
             return
-        self._came = True
         self._arm()
+        self._came = True
         if self._exchanges_gradients:
             self._rounds.gradient_came(parameter, self.joining.weight, self.replica.round)
 
@@ -174,6 +170,7 @@ class Driver:
                     driver._end_of_backward()
 
             self._armed = weakref.ref(end)  # a backward that raises drops its callbacks
+            self._came = False
             hooks.at_end_of_backward(end)
 
     def _end_of_backward(self) -> None:
@@ -215,11 +212,12 @@ class Driver:
             self._rounds.finish(weight, replica.round, one_by_one=one_by_one, read_tails=weighs)
             if weighs and self.algorithm.averages:
                 weigh(replica.buckets)
+        self.joining.round_ended()
+        if self._exchanges_gradients:
             self._check_finite()
         self.algorithm.after_backward()
-        self.joining.round_ended()
         replica.round += 1
-        self._open = self._held_back = self._came = False
+        self._open = self._held_back = False
 
     def _check_finite(self) -> None:
         if self._nonfinite is NonFinite.PASS:

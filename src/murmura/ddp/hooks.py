@@ -14,20 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from murmura.ddp.joining import Joining
-
 
 class Hooked(Protocol):
     """What the hooks call; all in the thread that runs forward or backward."""
 
     def before_forward(self) -> None: ...
 
-    def gradient_of_output(self, gradient: Tensor, replayed: bool) -> Tensor | None: ...
+    def output_reached(self) -> None: ...
 
     def gradient_came(self, parameter: nn.Parameter) -> None: ...
-
-    @property
-    def joining(self) -> Joining: ...
 
 
 def hook_module(owner: Hooked, module: nn.Module) -> list[Any]:
@@ -62,14 +57,14 @@ class _Before(_ModuleHook):
 class _After(_ModuleHook):
     @_disable_dynamo
     def __call__(self, called: nn.Module, args: Any, output: Any) -> None:
-        owner = self.owner_of(called)
-        if owner is None:
+        if self.owner_of(called) is None:
             return
-        reference, replayed = self._owner, owner.joining.replaying
+        reference = self._owner
 
-        def on_gradient(gradient: Tensor) -> Tensor | None:
+        def on_gradient(gradient: Tensor) -> None:
             owner = reference()
-            return None if owner is None else owner.gradient_of_output(gradient, replayed)
+            if owner is not None:
+                owner.output_reached()
 
         for tensor in tensors_in(output):
             if tensor.requires_grad:

@@ -6,9 +6,10 @@ The user's whole loop thus runs on every rank, whatever the algorithm, and nobod
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from murmura.errors import UsageError
 from murmura.transports.base import Transport
@@ -19,8 +20,9 @@ Batch = TypeVar("Batch")
 class Joining:
     """Counts, for the round under way, the batches that were data and those that were replayed."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, module: nn.Module) -> None:
         self._transport = transport
+        self._module = module
         self._channel: Transport | None = None
         self._num_batches = 0
         self._num_real = 0
@@ -52,6 +54,7 @@ class Joining:
         self.round_ended()
         batches = iter(loader)
         last: list[Batch] = []
+        silenced: list[Any] = []
         try:
             while True:
                 try:
@@ -69,9 +72,18 @@ class Joining:
                         f"{num_without_any} of the ranks have no batch at all, so there is nothing for them to replay. "
                         "Give every rank at least one batch."
                     )
-                self.replaying = not real
+                if not real and not self.replaying:
+                    self.replaying = True
+                    silenced = self._silence()
                 self._num_batches += 1
                 self._num_real += real
                 yield last[0]
         finally:
             self.active = self.replaying = False
+            for handle in silenced:
+                handle.remove()
+
+    def _silence(self) -> list[Any]:
+        """Hooks under which every gradient is zero: a replayed batch leaves no trace, not even if it gives NaN."""
+        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        return [parameter.register_hook(torch.zeros_like) for parameter in parameters]  # type: ignore[no-untyped-call]
