@@ -29,10 +29,10 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 3
 
 test-all: lint
-	$(BIN)/pytest -m ""
+	$(BIN)/pytest -n 3 -m ""
 
 bench: $(READY)
 	$(BIN)/murmura bench all-reduce --ranks 2 --json bench-2-ranks.json

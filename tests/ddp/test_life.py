@@ -324,7 +324,6 @@ def fail_in_a_round(transport: Transport) -> list[str]:
     return [thread.name for thread in await_threads(before)]
 
 
-@pytest.mark.xfail(strict=True, reason="Order's thread keeps its last job, and so the error and the model it leads to")
 def test_a_failed_world_leaves_no_thread() -> None:
     """Nor the models that the errors' tracebacks lead to."""
     assert run_world(fail_in_a_round, 1, kind="processes", timeout=SECONDS) == [[]]

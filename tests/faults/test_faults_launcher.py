@@ -159,17 +159,6 @@ def test_ranks_do_not_outlive_the_program_that_started_them(how, number):
         assert program.await_end()[0] == -number
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(reason="a stopped rank cannot notice that the program has died", strict=True)
-def test_a_stopped_rank_does_not_outlive_the_program_either():
-    with _Program("processes", "waiting", 3) as program:
-        stopped = program.await_ranks(3)[1]
-        os.kill(stopped, signal.SIGSTOP)
-        await_state(stopped, "T")
-        os.kill(program.pid, signal.SIGKILL)
-        program.expect_ranks_end()
-
-
 @pytest.mark.parametrize(
     ("kind", "whom"),
     [

@@ -124,6 +124,7 @@ class Order:
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._settle(*job, in_thread=True)
+            del job  # until the next one comes, nothing of this one is kept alive
 
     def _settle(self, ticket: Ticket, work: Callable[[], Any], *, in_thread: bool = False) -> None:
         try:
