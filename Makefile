@@ -34,9 +34,12 @@ test: lint
 test-all: lint
 	$(BIN)/pytest -n 3 -m ""
 
+PEERS = gloo$(if $(wildcard $(BIN)/mpiexec),$(COMMA)mpich)
+COMMA := ,
+
 bench: $(READY)
-	$(BIN)/murmura bench all-reduce --ranks 2 --json bench-2-ranks.json
-	$(BIN)/murmura bench all-reduce --ranks 4 --json bench-4-ranks.json
+	$(BIN)/murmura bench all-reduce --ranks 2 --against $(PEERS) --json bench-2-ranks.json
+	$(BIN)/murmura bench all-reduce --ranks 4 --against $(PEERS) --json bench-4-ranks.json
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

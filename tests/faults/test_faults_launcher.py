@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from expect import PROMPT_SECONDS
-from traces import await_state, is_gone, state_of
+from traces import is_gone, state_of
 
 from murmura import CollectiveMismatch, PeerLost, PeerTimeout, run_world
 
