@@ -320,6 +320,13 @@ def test_connect_by_the_environment() -> None:
     assert second == ("ProcessGroupTransport", 1, (0, 0), 3.0, 2.0)
 
 
+def test_connect_where_a_launcher_already_serves_the_store() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = run_ranks(connect_by_environment, 2, store.port)
+    assert (first[1:], second[1:]) == ((0, (0, 0), 3.0, 2.0), (1, (0, 0), 3.0, 2.0))
+    assert store.num_keys() > 1  # they met there
+
+
 SCRIPT = """
 import os
 

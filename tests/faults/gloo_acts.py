@@ -10,7 +10,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from scenario import NUM_HEALTHY, Act, Actor, World, play
+from acts import Run
+from scenario import NUM_HEALTHY, Act, Actor, Stage, World, play
 
 from murmura import ProcessGroupTransport, Transport, run_world
 from murmura.transports.process_group import Check
@@ -57,6 +58,19 @@ def join_gloo_and_play(
     transport = ProcessGroupTransport.join(store, rank, world_size, check=check, timeout=timeout)
     pipe.send(("joined", {}))
     play(pipe, transport, act, args)
+
+
+def come_late(stage: Stage, culprit: int, late: int) -> None:
+    """The culprit raises in the middle of all-reduces; the rank that is late reduces only when it is told to."""
+    run = Run(stage, "prepared")
+    for _ in range(NUM_HEALTHY):
+        run.all_reduce()
+    if stage.rank == culprit:
+        raise ValueError("the loader broke")
+    if stage.rank == late:
+        stage.tell("late")
+        stage.hear()
+    run.all_reduce()
 
 
 # For run_world

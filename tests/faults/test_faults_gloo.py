@@ -20,7 +20,7 @@ from expect import (
     expect_lost,
     expect_mismatch,
 )
-from gloo_acts import NUMEL, GlooWorld, fail_as
+from gloo_acts import NUMEL, GlooWorld, come_late, fail_as
 from scenario import NUM_HEALTHY, Report
 from traces import await_state
 
@@ -114,6 +114,17 @@ def test_every_rank_names_the_rank_that_left_and_why(fault, story, payload, chec
             expect_lost(report, CULPRIT, number=NUM_HEALTHY + 1)
             assert story in report.message
             assert report.waited < PROMPT_SECONDS
+
+
+def test_the_rank_at_fault_is_named_also_when_all_that_followed_it_have_ended():
+    with GlooWorld(3, come_late, CULPRIT, 2) as world:
+        world.await_word("late", 2)
+        expect_lost(world.actors[0].report(), CULPRIT, number=NUM_HEALTHY + 1)
+        assert [world.actors[rank].exitcode for rank in (0, 1)] == [0, 0]
+        world.actors[2].say("go on")
+        (report,) = world.reports(2)
+        expect_lost(report, CULPRIT, number=NUM_HEALTHY + 1)
+        assert "rank 1 raised ValueError: the loader broke" in report.message
 
 
 @pytest.mark.slow

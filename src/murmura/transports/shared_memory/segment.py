@@ -61,7 +61,7 @@ class Segment:
         self._own = rank * self.arena_bytes
         self._arena = Arena(self.arena_bytes)
         self._lock = threading.Lock()  # channels allocate from threads of their own
-        self._freed: collections.deque[int] = collections.deque()  # by finalizers, in whatever thread they run
+        self._freed: collections.deque[int] = collections.deque()  # by finalizers that found the lock taken
         self.bytes: Any = np.frombuffer(self._mmap, dtype=np.uint8)
         self.memory = memoryview(self._mmap)
         self.words = self.memory.cast("q")
@@ -90,9 +90,22 @@ class Segment:
     def give_back(self, place: int) -> None:
         """Free a range taken before; a large one returns its pages to the system."""
         with self._lock:
-            length = self._arena.give_back(place - self._own)
-            if length >= _RELEASE_BYTES:
-                self._mmap.madvise(mmap.MADV_REMOVE, place, length)
+            self._give_back(place)
+
+    def _give_back(self, place: int) -> None:
+        length = self._arena.give_back(place - self._own)
+        if length >= _RELEASE_BYTES:
+            self._mmap.madvise(mmap.MADV_REMOVE, place, length)
+
+    def _tensor_freed(self, place: int) -> None:
+        """Free a tensor's range, from whatever thread its last view died in; later, if this is not the moment."""
+        if self._lock.acquire(False):
+            try:
+                self._give_back(place)
+            finally:
+                self._lock.release()
+        else:
+            self._freed.append(place)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A zeroed tensor in this rank's arena; its memory is freed with its last view."""
@@ -100,7 +113,7 @@ class Segment:
             return torch.zeros(0, dtype=dtype)
         place = self.take(numel * dtype.itemsize)
         raw = self.bytes[place : place + numel * dtype.itemsize]
-        weakref.finalize(raw, self._freed.append, place).atexit = False
+        weakref.finalize(raw, self._tensor_freed, place).atexit = False
         return torch.from_numpy(raw).view(dtype).zero_()
 
     def place_of(self, flat: Tensor) -> int:
