@@ -29,6 +29,8 @@ def root_cause(outcomes: Sequence[Outcome]) -> Outcome | None:
     def weight(outcome: Outcome) -> int:
         if outcome.crashed:
             return 0
+        if isinstance(outcome.error, PeerLost):  # of a rank that has a failure of its own, or simply left
+            return 3
         return 2 if _names_ranks(outcome.error) else 1
 
     failed = [outcome for outcome in outcomes if outcome.error is not None]
