@@ -34,6 +34,9 @@ def test_faulty_programs_end_alike_on_every_rank_within_the_deadline(seed: int) 
     digests, errors = run(program, deadline=1.0)
     assert not (digests and errors), (program, digests, errors)
     assert len(errors) == program.num_ranks or len(set(digests)) == 1, program
+    # All are told the same; or one is told what it did, and the others whom they lost or waited for.
+    reasons = {error.partition(":")[0] for error in errors} - {"PeerLost", "PeerTimeout"}
+    assert len(reasons) <= 1, (program, errors)
 
 
 def test_the_programs_drawn_are_as_varied_as_they_should_be() -> None:

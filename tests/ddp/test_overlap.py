@@ -1,0 +1,136 @@
+"""Buckets travel while backward goes on, from memory that the transport reaches, and are written at most once."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddp.models import on_ranks, values
+from murmura import DDP, Transport, run_world
+from murmura.algorithms import Algorithm, AlgorithmImpl
+from murmura.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
+from murmura.buckets import Bucket
+from worlds import SECONDS
+
+
+class AnnouncedImpl(GradientAllReduceAlgorithmImpl):
+    def __init__(self, process_group: Transport, home: list[threading.Event]) -> None:
+        super().__init__(process_group)
+        self.home = home
+
+    def on_bucket_ready(self, bucket: Bucket) -> None:
+        super().on_bucket_ready(bucket)
+        self.home[bucket.index].set()
+
+
+@dataclass(frozen=True)
+class Announced(Algorithm):
+    """Gradient all-reduce that says which buckets are home."""
+
+    impl: ClassVar[type[AlgorithmImpl]] = AnnouncedImpl
+    home: list[threading.Event] = field(default_factory=list)
+
+
+class WaitInBackward(nn.Module):
+    """The identity; backward waits in it for an event."""
+
+    def __init__(self, event: threading.Event) -> None:
+        super().__init__()
+        self.event = event
+        self.came = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.clone()
+        out.register_hook(self.wait)
+        return out
+
+    def wait(self, gradient: Tensor) -> None:
+        self.came = self.event.wait(SECONDS)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_bucket_comes_home_while_backward_goes_on(num_ranks: int) -> None:
+    """Backward cannot reach the first layer before the bucket of the last one has been exchanged."""
+
+    def run(transport: Transport) -> tuple[bool, list[bool]]:
+        home = [threading.Event() for _ in range(2)]
+        wait = WaitInBackward(home[0])
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), wait, nn.Linear(2, 2, bias=False))
+        ddp = DDP(model, transport, algorithm=Announced(home), bucket_size_bytes=1)
+        ddp(values(3, 2, seed=transport.rank)).sum().backward()
+        return wait.came, [event.is_set() for event in home]
+
+    assert on_ranks(run, num_ranks) == [(True, [True, True])] * num_ranks
+
+
+def test_inside_no_sync_nothing_travels() -> None:
+    def run(transport: Transport) -> list[bool]:
+        home = [threading.Event()]
+        ddp = DDP(nn.Linear(2, 2, bias=False), transport, algorithm=Announced(home))
+        with ddp.no_sync():
+            ddp(values(3, 2, seed=transport.rank)).sum().backward()
+        seen = [home[0].is_set()]
+        ddp.sync_gradients()
+        return [*seen, home[0].is_set()]
+
+    assert on_ranks(run, 2) == [[False, True]] * 2
+
+
+class CountCopies(TorchDispatchMode):
+    """Counts, by size, the copies that torch makes in this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_numel: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.clone.default):
+            self.by_numel[args[0].numel()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gradient_is_copied_once_at_most() -> None:
+    """From the tensor that autograd made into the bucket; not at all where autograd adds to what is there."""
+
+    def run(transport: Transport) -> list[int]:
+        ddp = DDP(nn.Sequential(nn.Linear(7, 7, bias=False), nn.Linear(7, 7, bias=False)), transport)
+        seen = []
+        for set_to_none in (True, True, False):
+            ddp.zero_grad(set_to_none=set_to_none)
+            with CountCopies() as copies:
+                ddp(values(3, 7, seed=transport.rank)).sum().backward()
+            seen.append(copies.by_numel[49])
+        return seen
+
+    assert on_ranks(run, 1) == [[2, 2, 0]]
+
+
+def lies_in_the_shared_segment(tensor: Tensor) -> bool:
+    """Whether a mapping of the library's nameless memory holds it all."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(each, 16) for each in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= last:
+            return "memfd:murmura" in line
+    return False
+
+
+def train_and_look(transport: Transport) -> list[bool]:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    ddp = DDP(model, transport, bucket_size_bytes=64)
+    ddp(values(3, 3, seed=transport.rank)).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    seen = [lies_in_the_shared_segment(gradient) for gradient in gradients]
+    ddp.close()
+    return [*seen, lies_in_the_shared_segment(model[0].weight)]
+
+
+def test_gradients_of_processes_lie_in_memory_that_all_ranks_reach() -> None:
+    assert run_world(train_and_look, 2, kind="processes", timeout=SECONDS) == [[True] * 4 + [False]] * 2
