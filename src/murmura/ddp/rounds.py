@@ -8,7 +8,6 @@ parameters count as used.
 from __future__ import annotations
 
 import contextlib
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -99,7 +98,7 @@ class GradientRounds:
 
     def close_with(self, owner: object) -> None:
         """Let the communication thread end when `owner` is gone, after what is queued."""
-        weakref.finalize(owner, self._order._jobs.put, None).atexit = False  # to join it might take a deadline
+        self._order.close_with(owner)
 
     def _bring_home(self, bucket: Bucket, slot: int) -> None:
         parameter, view = bucket.parameters[slot], bucket.views[slot]
@@ -111,6 +110,16 @@ class GradientRounds:
                 "Build the embedding with sparse=False, or name the parameter in DDP(ignore=...)."
             )
         if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
+            if (gradient.dtype, gradient.device, gradient.shape) != (view.dtype, view.device, view.shape):
+                raise UsageError(
+                    f"the gradient of {bucket.names[slot]!r} no longer fits its bucket: the parameter was cast, moved "
+                    "or resized after wrapping. Do that before, or wrap the model again: DDP(ddp.into_inner(), ...)."
+                )
+            if gradient.requires_grad:
+                raise UsageError(
+                    f"the gradient of {bucket.names[slot]!r} has a graph of its own, which no exchange can keep. "
+                    "Instead of backward(create_graph=True) use torch.autograd.grad, and then a plain backward."
+                )
             view.copy_(gradient)
             parameter.grad = view
 
