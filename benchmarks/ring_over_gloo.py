@@ -1,7 +1,6 @@
 """How much of a 1 Gbit/s link murmura's ring over Gloo uses, in both directions at once, beside iperf3.
 
-Hosts are network namespaces that this script makes and removes, joined by a bridge, each link shaped with tc in both
-directions. Needs root, iproute2 and iperf3.
+Hosts are those of murmura.lab: each link is shaped in both directions. Needs root, iproute2 and iperf3.
 
     python benchmarks/ring_over_gloo.py --hosts 2 --rate 1gbit --json ring.json
 """
@@ -9,7 +8,6 @@ directions. Needs root, iproute2 and iperf3.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -18,56 +16,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 import murmura
 from murmura.collectives import ring
-
-SUBNET = "10.213.77"
-
-
-def run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+from murmura.lab import Hosts
 
 
-@contextlib.contextmanager
-def hosts(number: int, rate: str) -> Iterator[list[str]]:
-    """Names of `number` namespaces on one bridge; gone afterwards, with everything in them."""
-    tag = f"mr{os.getpid() % 100000}"
-    names = [f"{tag}h{index}" for index in range(number)]
-    shape = ["root", "tbf", "rate", rate, "burst", "512kb", "latency", "50ms"]
-    try:
-        run("ip", "link", "add", f"{tag}br", "type", "bridge")
-        run("ip", "link", "set", f"{tag}br", "up")
-        for index, name in enumerate(names):
-            outside, inside = f"{tag}v{index}", f"{tag}e{index}"
-            run("ip", "netns", "add", name)
-            run("ip", "link", "add", outside, "type", "veth", "peer", "name", inside, "netns", name)
-            run("ip", "link", "set", outside, "master", f"{tag}br", "up")
-            run("ip", "-n", name, "addr", "add", f"{SUBNET}.{index + 1}/24", "dev", inside)
-            run("ip", "-n", name, "link", "set", inside, "up")
-            run("ip", "-n", name, "link", "set", "lo", "up")
-            run("tc", "qdisc", "add", "dev", outside, *shape)
-            run("tc", "-n", name, "qdisc", "add", "dev", inside, *shape)
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-        subprocess.run(["ip", "link", "del", f"{tag}br"], capture_output=True)
-
-
-def iperf3_rate(names: list[str], seconds: int) -> float:
+def iperf3_rate(hosts: Hosts, seconds: int) -> float:
     """Bytes per second of payload in the slower direction, with both at once."""
-    server = subprocess.Popen(
-        ["ip", "netns", "exec", names[0], "iperf3", "-s", "-1", "--forceflush"], stdout=subprocess.PIPE, text=True
-    )
+    serve = hosts[0].command(["iperf3", "-s", "-1", "--forceflush"])
+    server = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     while "listening" not in server.stdout.readline():
         pass
-    client = ["ip", "netns", "exec", names[1], "iperf3", "-c", f"{SUBNET}.1", "--bidir", "-J", "-t", str(seconds)]
+    client = hosts[1].command(["iperf3", "-c", hosts[0].address, "--bidir", "-J", "-t", str(seconds)])
     measured = json.loads(subprocess.run(client, check=True, capture_output=True, text=True).stdout)["end"]
     server.wait(timeout=20)
     both = (measured["sum_received"], measured["sum_received_bidir_reverse"])
@@ -100,26 +65,11 @@ def measure_rank(num_bytes: int, seconds: float, result: str) -> None:
             )
 
 
-def measure(names: list[str], num_bytes: int, seconds: float) -> dict[str, object]:
+def measure(hosts: Hosts, num_bytes: int, seconds: float) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         result = os.path.join(folder, "result.json")
         command = [sys.executable, __file__, "--rank-of", result, "--bytes", str(num_bytes), "--seconds", str(seconds)]
-        ranks = []
-        for rank, name in enumerate(names):
-            interface = name.replace("h", "e", 1)
-            variables = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(names)),
-                "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": f"{SUBNET}.1",
-                "MASTER_PORT": "29500",
-                "GLOO_SOCKET_IFNAME": interface,
-            }
-            ranks.append(subprocess.Popen(["ip", "netns", "exec", name, *command], env=variables))
-        if any(rank.wait(timeout=60 + 5 * seconds) for rank in ranks):
-            raise SystemExit("a rank failed; its output is above")
+        hosts.run(command, timeout=60 + 5 * seconds)
         measured: dict[str, object] = json.loads(Path(result).read_text())
         return measured
 
@@ -137,10 +87,10 @@ def main() -> None:
         measure_rank(arguments.bytes, arguments.seconds, arguments.rank_of)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the namespaces go too
-    with hosts(arguments.hosts, arguments.rate) as names:
-        before = iperf3_rate(names, 5)
-        measured = measure(names, arguments.bytes, arguments.seconds)
-        after = iperf3_rate(names, 5)
+    with Hosts(arguments.hosts, arguments.rate) as hosts:
+        before = iperf3_rate(hosts, 5)
+        measured = measure(hosts, arguments.bytes, arguments.seconds)
+        after = iperf3_rate(hosts, 5)
     limit = (before + after) / 2
     rate = float(measured["bytes_per_second"])  # type: ignore[arg-type]
     gbit = 8 / 1e9

@@ -68,7 +68,7 @@ SIGNATURES = {
     "seed_everything": "seed, rank",
     "QAdamOptimizer": "params, lr=1e-3, warmup_steps=100, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0",
     "Checkpointer": "folder, keep=3",
-    "lab.Hosts": "n, rate",
+    "lab.Hosts": "n, rate=None",
     "Compressor.payload_bytes": "self, numel, dtype",
     "Compressor.compress": "self, tensor, payload",
     "Compressor.decompress": "self, payload, out",

@@ -4,7 +4,7 @@
 settled, and raise `UsageError` until they are built.
 """
 
-from murmura import lab as lab
+from murmura import lab
 from murmura.aggregation import (
     AllReduceAggregator,
     GradientAggregator,
@@ -106,6 +106,7 @@ __all__ = [
     "UsageError",
     "average_losses",
     "connect",
+    "lab",
     "run_world",
     "seed_everything",
 ]

@@ -1,17 +1,6 @@
-"""Hosts and slow networks simulated on one machine.
+"""Hosts and slow networks simulated on one machine, by network namespaces: for tests, benchmarks and the curious."""
 
-`__all__` holds what is built; the other names are declared signatures whose use raises UsageError.
-"""
+from murmura.lab.hosts import Hosts
+from murmura.lab.network import Counters, Host
 
-from __future__ import annotations
-
-from murmura.errors import not_built
-
-__all__: list[str] = []
-
-
-class Hosts:
-    """`n` network namespaces joined by links of `rate`, for example "100mbit"."""
-
-    def __init__(self, n: int, rate: str) -> None:
-        not_built("murmura.lab.Hosts")
+__all__ = ["Counters", "Host", "Hosts"]
