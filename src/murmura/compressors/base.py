@@ -9,12 +9,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from murmura.errors import UsageError
+
+ENCODABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 class Compressor(ABC):
     """Encodes a flat tensor into a uint8 payload and back.
 
     The size of a payload depends on the length and dtype alone: no length prefix travels, and buffers are
-    reused. The same payload decodes to the same bits on every rank and every device.
+    reused. The same payload decodes to the same bits on every rank and every device. Tensors and payloads are flat
+    and contiguous; a payload may begin at any byte of a larger buffer.
     """
 
     @abstractmethod
@@ -29,6 +34,12 @@ class Compressor(ABC):
     def decompress(self, payload: Tensor, out: Tensor) -> None:
         """Overwrite `out` from `payload`, which is only read."""
 
+    def decompress_add(self, payload: Tensor, out: Tensor) -> None:
+        """Add what `payload` holds to `out`: to the bit what `decompress` and `out.add_` give."""
+        decoded = torch.empty_like(out)
+        self.decompress(payload, decoded)
+        out.add_(decoded)
+
     def for_bucket(self) -> Self:
         """The compressor of one bucket of one model; one that carries state returns a fresh object."""
         return self
@@ -39,3 +50,29 @@ class Compressor(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # most carry no state
         """Take over what `state_dict` returned."""
+
+
+def check_encodable(dtype: torch.dtype) -> None:
+    """Raise a UsageError unless values of `dtype` can be compressed."""
+    if dtype not in ENCODABLE:
+        known = ", ".join(str(each) for each in ENCODABLE)
+        raise UsageError(
+            f"{dtype} values cannot be compressed; convert them to one of {known}, or send them as they are."
+        )
+
+
+def check_call(compressor: Compressor, values: Tensor, payload: Tensor) -> None:
+    """Raise a UsageError unless `payload` is one for `values`."""
+    if values.dim() != 1 or not values.is_contiguous() or payload.dim() != 1 or not payload.is_contiguous():
+        raise UsageError(
+            f"values of shape {list(values.shape)} and a payload of shape {list(payload.shape)}: a compressor takes "
+            "flat contiguous tensors. Pass tensor.view(-1), or tensor.reshape(-1) where a copy will do."
+        )
+    if payload.device != values.device:
+        raise UsageError(f"the values are on {values.device} but the payload on {payload.device}; move one of them.")
+    size = compressor.payload_bytes(values.numel(), values.dtype)
+    if payload.dtype != torch.uint8 or payload.numel() != size:
+        raise UsageError(
+            f"the payload is {payload.numel()} x {payload.dtype}, but {values.numel()} x {values.dtype} take {size} "
+            f"bytes in {compressor!r}. Make it with torch.empty(payload_bytes(numel, dtype), dtype=torch.uint8)."
+        )

@@ -7,24 +7,51 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from murmura.compressors.base import Compressor
-from murmura.errors import not_built
+from murmura.compressors.base import Compressor, check_call, check_encodable
+from murmura.errors import ConfigError, UsageError
+
+TARGETS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
 class Cast(Compressor):
-    """Sends every element as `dtype`, for example torch.bfloat16."""
+    """Sends every element as `dtype`, for example torch.bfloat16.
+
+    Values beyond the largest of `dtype` become infinite, as they do under `Tensor.to`: float16 ends at 65504,
+    bfloat16 does not end before float32. Values that are of `dtype` already travel as they are.
+    """
 
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        not_built("murmura.Cast")
+        if self.dtype not in TARGETS:
+            known = ", ".join(str(each) for each in TARGETS)
+            raise ConfigError(f"Cast({self.dtype}) is not possible: name one of {known}. MinMaxUInt8() sends 8 bits.")
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        not_built("murmura.Cast.payload_bytes")
+        check_encodable(dtype)
+        if dtype != self.dtype and dtype.itemsize <= self.dtype.itemsize:
+            raise UsageError(
+                f"{self!r} would not make {dtype} values smaller. Cast to fewer bytes, or send them as they are."
+            )
+        return numel * self.dtype.itemsize
 
     def compress(self, tensor: Tensor, payload: Tensor) -> None:
-        not_built("murmura.Cast.compress")
+        check_call(self, tensor, payload)
+        tensor = tensor.detach()
+        if self._is_aligned(payload):
+            payload.view(self.dtype).copy_(tensor)
+        else:
+            payload.copy_(tensor.to(self.dtype).view(torch.uint8))
 
     def decompress(self, payload: Tensor, out: Tensor) -> None:
-        not_built("murmura.Cast.decompress")
+        check_call(self, out, payload)
+        out.detach().copy_(self._values(payload))
+
+    def _values(self, payload: Tensor) -> Tensor:
+        """`payload` as values of `dtype`: a view where the bytes lie so that there can be one."""
+        return (payload if self._is_aligned(payload) else payload.clone()).view(self.dtype)
+
+    def _is_aligned(self, payload: Tensor) -> bool:
+        size = self.dtype.itemsize
+        return payload.storage_offset() % size == 0 and payload.data_ptr() % size == 0

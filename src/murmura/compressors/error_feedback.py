@@ -2,24 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
 import torch
 from torch import Tensor
 
-from murmura.compressors.base import Compressor
-from murmura.errors import not_built
+from murmura.compressors.base import Compressor, check_call
+from murmura.errors import ConfigError, UsageError
 
 
+@dataclass(unsafe_hash=True)
 class ErrorFeedback(Compressor):
-    """Compresses tensor + residual with `inner` and keeps the new residual: state, one per bucket."""
+    """Compresses tensor + residual with `inner` and keeps the new residual: state, one per bucket.
 
-    def __init__(self, inner: Compressor) -> None:
-        not_built("murmura.ErrorFeedback")
+    The residual has the dtype and length of the tensors. Where it is not finite it is dropped, so that one overflowed
+    step does not poison those that follow. Two are equal when their `inner` are: the residual does not count.
+    """
+
+    inner: Compressor
+    _residual: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Compressor):
+            raise ConfigError(f"ErrorFeedback({self.inner!r}) wraps no compressor. Write ErrorFeedback(MinMaxUInt8()).")
+        if isinstance(self.inner, ErrorFeedback):
+            raise ConfigError(f"{self.inner!r} feeds its errors back already. Wrap the compressor inside it, once.")
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        not_built("murmura.ErrorFeedback.payload_bytes")
+        return self.inner.payload_bytes(numel, dtype)
 
     def compress(self, tensor: Tensor, payload: Tensor) -> None:
-        not_built("murmura.ErrorFeedback.compress")
+        check_call(self, tensor, payload)
+        tensor = tensor.detach()
+        corrected = tensor.clone() if self._residual is None else self._residual_for(tensor).add_(tensor)
+        self.inner.compress(corrected, payload)
+        decoded = torch.empty_like(corrected)
+        self.inner.decompress(payload, decoded)
+        self._residual = corrected.sub_(decoded).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def decompress(self, payload: Tensor, out: Tensor) -> None:
-        not_built("murmura.ErrorFeedback.decompress")
+        self.inner.decompress(payload, out)
+
+    def decompress_add(self, payload: Tensor, out: Tensor) -> None:
+        self.inner.decompress_add(payload, out)
+
+    def for_bucket(self) -> Self:
+        return type(self)(self.inner.for_bucket())
+
+    def state_dict(self) -> dict[str, Any]:
+        residual = None if self._residual is None else self._residual.clone()
+        return {"residual": residual, "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        residual = state["residual"]
+        self._residual = None if residual is None else residual.clone()
+        self.inner.load_state_dict(state["inner"])
+
+    def _residual_for(self, tensor: Tensor) -> Tensor:
+        """The residual, on the tensor's device; a UsageError if it belongs to other tensors."""
+        assert self._residual is not None
+        if (self._residual.shape, self._residual.dtype) != (tensor.shape, tensor.dtype):
+            raise UsageError(
+                f"this ErrorFeedback holds what {self._residual.numel()} x {self._residual.dtype} lost, but was given "
+                f"{tensor.numel()} x {tensor.dtype}. Keep one for each tensor that is sent: for_bucket() makes one."
+            )
+        return self._residual.to(tensor.device)

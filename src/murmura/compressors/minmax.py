@@ -3,31 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from murmura.compressors.base import Compressor
-from murmura.errors import not_built
+from murmura.compressors import minmax_plain
+from murmura.compressors.base import Compressor, check_call, check_encodable
+from murmura.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class MinMaxUInt8(Compressor):
     """255 levels between the minimum and the maximum of each block; zero is exact where a block spans it.
 
-    `block_size` is in elements; None makes one block of the whole tensor.
+    `block_size` is in elements; None makes one block of the whole tensor. An element is off by half a step of its
+    block (255 steps make its range) and the dtype's own rounding at most; a block of equal values is exact. A block
+    that holds an infinity or a NaN decodes to NaN, and no other block does. docs/design/eight-bits.md has the layout.
     """
 
     block_size: int | None = 4096
 
     def __post_init__(self) -> None:
-        not_built("murmura.MinMaxUInt8")
+        size = self.block_size
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ConfigError(
+                f"block_size={size!r} is not a number of elements. Give 1 or more (4096 is usual), or None for one "
+                "block of the whole tensor."
+            )
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        not_built("murmura.MinMaxUInt8.payload_bytes")
+        check_encodable(dtype)
+        return numel + minmax_plain.header_bytes(dtype) * -(-numel // self._block(numel))
 
     def compress(self, tensor: Tensor, payload: Tensor) -> None:
-        not_built("murmura.MinMaxUInt8.compress")
+        check_call(self, tensor, payload)
+        if tensor.numel():
+            _kernels(tensor).encode(tensor.detach(), payload, self._block(tensor.numel()))
 
     def decompress(self, payload: Tensor, out: Tensor) -> None:
-        not_built("murmura.MinMaxUInt8.decompress")
+        check_call(self, out, payload)
+        if out.numel():
+            _kernels(out).decode(payload, out.detach(), self._block(out.numel()), add=False)
+
+    def decompress_add(self, payload: Tensor, out: Tensor) -> None:
+        check_call(self, out, payload)
+        if out.numel():
+            _kernels(out).decode(payload, out.detach(), self._block(out.numel()), add=True)
+
+    def _block(self, numel: int) -> int:
+        """The length of each block but the last, which is what remains."""
+        return max(1, numel if self.block_size is None else min(numel, self.block_size))
+
+
+def _kernels(tensor: Tensor) -> ModuleType:
+    return minmax_plain
