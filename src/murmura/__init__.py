@@ -16,29 +16,26 @@ from murmura.algorithms import (
     AggregateGradients,
     Algorithm,
     AlgorithmImpl,
+    ByteGradAlgorithm,
+    ByteGradAlgorithmImpl,
+    DecentralizedAlgorithm,
+    DecentralizedAlgorithmImpl,
+    DiLoCoAlgorithm,
+    DiLoCoAlgorithmImpl,
     GradientAllReduceAlgorithm,
     GradientAllReduceAlgorithmImpl,
+    LocalSGDAlgorithm,
+    LocalSGDAlgorithmImpl,
+    LowPrecisionDecentralizedAlgorithm,
+    LowPrecisionDecentralizedAlgorithmImpl,
+    Phased,
 )
 from murmura.algorithms import AsyncModelAverageAlgorithm as AsyncModelAverageAlgorithm
 from murmura.algorithms import AsyncModelAverageAlgorithmImpl as AsyncModelAverageAlgorithmImpl
-from murmura.algorithms import ByteGradAlgorithm as ByteGradAlgorithm
-from murmura.algorithms import ByteGradAlgorithmImpl as ByteGradAlgorithmImpl
-from murmura.algorithms import DecentralizedAlgorithm as DecentralizedAlgorithm
-from murmura.algorithms import DecentralizedAlgorithmImpl as DecentralizedAlgorithmImpl
-from murmura.algorithms import DiLoCoAlgorithm as DiLoCoAlgorithm
-from murmura.algorithms import DiLoCoAlgorithmImpl as DiLoCoAlgorithmImpl
-from murmura.algorithms import LocalSGDAlgorithm as LocalSGDAlgorithm
-from murmura.algorithms import LocalSGDAlgorithmImpl as LocalSGDAlgorithmImpl
-from murmura.algorithms import LowPrecisionDecentralizedAlgorithm as LowPrecisionDecentralizedAlgorithm
-from murmura.algorithms import LowPrecisionDecentralizedAlgorithmImpl as LowPrecisionDecentralizedAlgorithmImpl
-from murmura.algorithms import Phased as Phased
 from murmura.algorithms import QAdamAlgorithm as QAdamAlgorithm
 from murmura.algorithms import QAdamAlgorithmImpl as QAdamAlgorithmImpl
 from murmura.algorithms import QAdamOptimizer as QAdamOptimizer
-from murmura.compressors import Cast as Cast
-from murmura.compressors import Compressor as Compressor
-from murmura.compressors import ErrorFeedback as ErrorFeedback
-from murmura.compressors import MinMaxUInt8 as MinMaxUInt8
+from murmura.compressors import Cast, Compressor, ErrorFeedback, MinMaxUInt8
 from murmura.config import DistributedConfig, DistributedTrainConfig
 from murmura.ddp import DDP, seed_everything
 from murmura.errors import (
@@ -74,23 +71,38 @@ __all__ = [
     "Algorithm",
     "AlgorithmImpl",
     "AllReduceAggregator",
+    "ByteGradAlgorithm",
+    "ByteGradAlgorithmImpl",
+    "Cast",
     "CollectiveMismatch",
+    "Compressor",
     "ConfigError",
+    "DecentralizedAlgorithm",
+    "DecentralizedAlgorithmImpl",
+    "DiLoCoAlgorithm",
+    "DiLoCoAlgorithmImpl",
     "DistributedBackend",
     "DistributedConfig",
     "DistributedRole",
     "DistributedTrainConfig",
+    "ErrorFeedback",
     "FaultyTransport",
     "GradientAggregator",
     "GradientAllReduceAlgorithm",
     "GradientAllReduceAlgorithmImpl",
     "InProcessTransport",
     "LocalAggregator",
+    "LocalSGDAlgorithm",
+    "LocalSGDAlgorithmImpl",
+    "LowPrecisionDecentralizedAlgorithm",
+    "LowPrecisionDecentralizedAlgorithmImpl",
+    "MinMaxUInt8",
     "MurmuraError",
     "NonFiniteGradient",
     "ParameterServer",
     "PeerLost",
     "PeerTimeout",
+    "Phased",
     "ProcessGroupTransport",
     "ReduceOp",
     "RendezvousError",

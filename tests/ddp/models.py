@@ -77,9 +77,9 @@ class Scale(nn.Module):
         return self.scale * x
 
 
-def on_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+def on_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, hosts: list[int] | None = None) -> list[Any]:
     """`fn(transport, *args)` on every rank of a world of threads."""
-    return run_world(fn, num_ranks, *args, timeout=SECONDS)
+    return run_world(fn, num_ranks, *args, hosts=hosts, timeout=SECONDS)
 
 
 def errors_on(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Exception]:

@@ -296,8 +296,8 @@ def test_models_that_differ_between_ranks_are_refused_on_every_rank(difference: 
 def test_a_refused_wrapper_leaves_no_hook() -> None:
     def refuse(transport: Transport) -> None:
         model = Heads()
-        with pytest.raises(ConfigError):
-            DDP(model, transport, algorithm=GradientAllReduceAlgorithm(hierarchical=True))
+        with pytest.raises(ConfigError, match="verify_every=1 would find replicas that differ"):
+            DDP(model, transport, algorithm="shift_one", verify_every=1)
         assert not model._forward_hooks
         assert not model._forward_pre_hooks
         assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())

@@ -29,6 +29,7 @@ from murmura.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithmImpl as LowPrecisionDecentralizedAlgorithmImpl,
 )
 from murmura.algorithms.names import algorithm_named as algorithm_named
+from murmura.algorithms.names import algorithm_names as algorithm_names
 from murmura.algorithms.phased import Phased as Phased
 from murmura.algorithms.qadam import QAdamAlgorithm as QAdamAlgorithm
 from murmura.algorithms.qadam import QAdamAlgorithmImpl as QAdamAlgorithmImpl
@@ -38,6 +39,19 @@ __all__ = [
     "AggregateGradients",
     "Algorithm",
     "AlgorithmImpl",
+    "ByteGradAlgorithm",
+    "ByteGradAlgorithmImpl",
+    "DecentralizedAlgorithm",
+    "DecentralizedAlgorithmImpl",
+    "DiLoCoAlgorithm",
+    "DiLoCoAlgorithmImpl",
     "GradientAllReduceAlgorithm",
     "GradientAllReduceAlgorithmImpl",
+    "LocalSGDAlgorithm",
+    "LocalSGDAlgorithmImpl",
+    "LowPrecisionDecentralizedAlgorithm",
+    "LowPrecisionDecentralizedAlgorithmImpl",
+    "Phased",
+    "algorithm_named",
+    "algorithm_names",
 ]

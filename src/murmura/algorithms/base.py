@@ -33,10 +33,19 @@ class Replica(Protocol):
         ...
 
     @property
-    def buffers(self) -> Sequence[Tensor]: ...
+    def buffers(self) -> Sequence[Tensor]:
+        """The buffers that are kept together; a module may put another tensor in the place of one."""
+        ...
 
     @property
-    def buckets(self) -> Sequence[Bucket]: ...
+    def buckets(self) -> Sequence[Bucket]:
+        """Where gradients are exchanged: none while the algorithm exchanges something else."""
+        ...
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Those that have stepped on the parameters, in the order of their first steps."""
+        ...
 
     @property
     def transport(self) -> Transport:
@@ -53,10 +62,12 @@ class AlgorithmImpl:
     """The running state of an algorithm for one model; every hook is a no-op unless overridden.
 
     The hooks run in the user's thread but for `on_bucket_ready`. Weights may be written in `before_step`,
-    `after_step` and `before_forward` only: a second backward would read them.
+    `after_step`, `settle` and `before_forward` only: a second backward would read them.
     """
 
     exchanges: Exchanges = Exchanges.GRADIENTS
+    """May change from round to round. Gradients come in buckets; weights may differ between the replicas."""
+
     averages = True
     """Whether gradients come back as a mean, which uneven data then weights."""
 
@@ -83,6 +94,12 @@ class AlgorithmImpl:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called when `optimizer` has stepped; not at all when the step is skipped."""
+
+    def settle(self) -> None:
+        """Called between rounds: do what still waits for a step, because it was skipped. May communicate.
+
+        That is before a round opens, and before DDP looks at all replicas.
+        """
 
     def close(self) -> None:
         """Let go of threads and channels; idempotent."""

@@ -1,36 +1,32 @@
-"""Ranks train alone; an outer optimizer moves the common weights (arXiv 2311.08105)."""
+"""Ranks train alone; an outer optimizer moves the common weights (DiLoCo, arXiv 2311.08105)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from murmura.algorithms.base import Algorithm, AlgorithmImpl
-from murmura.errors import not_built
-from murmura.types import Exchanges
+import torch
+
+from murmura.algorithms.after_step import AfterStepImpl
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
+from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.compressed import CompressedMean
+from murmura.algorithms.weights import as_real, check_same_lengths
+from murmura.errors import ConfigError
+from murmura.types import ReduceOp
 
 if TYPE_CHECKING:
     from murmura.compressors import Compressor
     from murmura.transports.base import Transport
 
 
-@dataclass(frozen=True)
-class DiLoCoAlgorithm(Algorithm):
-    """Applies Nesterov momentum to the mean change of the weights after every `interval`-th round."""
+class DiLoCoAlgorithmImpl(AfterStepImpl):
+    """The running state of `DiLoCoAlgorithm` for one model.
 
-    interval: int
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    compressor: Compressor | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        not_built("murmura.DiLoCoAlgorithm")
-
-
-class DiLoCoAlgorithmImpl(AlgorithmImpl):
-    """The running state of `DiLoCoAlgorithm` for one model."""
-
-    exchanges = Exchanges.WEIGHTS
+    θ are the common weights, the same bits on every rank, and x a rank's own: d = mean(θ - x), v ← μ v + d,
+    θ ← θ - lr (d + μ v), x ← θ. Buffers are averaged plainly: momentum would carry a variance below zero.
+    """
 
     def __init__(
         self,
@@ -41,4 +37,82 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         *,
         compressor: Compressor | None = None,
     ) -> None:
-        not_built("murmura.DiLoCoAlgorithmImpl")
+        super().__init__(process_group)
+        _check(interval, outer_lr, outer_momentum)
+        self._interval = interval
+        self._lr = outer_lr
+        self._momentum = outer_momentum
+        self._compressor = compressor
+
+    def setup(self, replica: Replica) -> None:
+        super().setup(replica)
+        self._flats = self._weights.allocate(self.process_group)
+        counts = self._weights.num_parameter_elements
+        self._theta = [flat[:count].clone() for flat, count in zip(self._flats, counts, strict=True)]
+        self._velocity = [torch.zeros_like(each) for each in self._theta]
+        self._means: list[CompressedMean] = []
+        if self._compressor is not None and self.process_group.world_size > 1:
+            self._means = [CompressedMean(self.process_group, as_real(each), self._compressor) for each in self._flats]
+
+    def is_due(self, number: int) -> bool:
+        return (number + 1) % self._interval == 0
+
+    def communicate(self) -> None:
+        self._weights.read(self._flats)
+        changes = [flat[: theta.numel()] for flat, theta in zip(self._flats, self._theta, strict=True)]
+        for change, theta in zip(changes, self._theta, strict=True):
+            torch.sub(theta, change, out=change)
+        self._average()
+        for change, theta, velocity in zip(changes, self._theta, self._velocity, strict=True):
+            velocity.mul_(self._momentum).add_(change)
+            theta.sub_(change.add_(velocity, alpha=self._momentum), alpha=self._lr)
+            change.copy_(theta)
+        self._weights.write(self._flats)
+
+    def _average(self) -> None:
+        if self._means:
+            for mean, flat in zip(self._means, self._flats, strict=True):
+                mean(as_real(flat))
+        else:
+            for flat in self._flats:
+                self.process_group.all_reduce(flat, ReduceOp.MEAN)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "theta": [each.clone() for each in self._theta],
+            "velocity": [each.clone() for each in self._velocity],
+            "compressed": [mean.state_dict() for mean in self._means],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_same_lengths(state["theta"], self._theta)
+        for own, saved in zip([*self._theta, *self._velocity], [*state["theta"], *state["velocity"]], strict=True):
+            own.copy_(saved)
+        for mean, saved in zip(self._means, state["compressed"], strict=True):
+            mean.load_state_dict(saved)
+
+
+@dataclass(frozen=True)
+class DiLoCoAlgorithm(Algorithm):
+    """Applies Nesterov momentum to the mean change of the weights after every `interval`-th round.
+
+    `compressor` sends that change in fewer bytes.
+    """
+
+    impl: ClassVar[type[AlgorithmImpl]] = DiLoCoAlgorithmImpl
+
+    interval: int
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    compressor: Compressor | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check(self.interval, self.outer_lr, self.outer_momentum)
+
+
+def _check(interval: int, outer_lr: float, outer_momentum: float) -> None:
+    at_least_one(interval=interval)
+    if not outer_lr > 0 or not 0 <= outer_momentum < 1:
+        raise ConfigError(
+            f"outer_lr={outer_lr} must be above 0, and outer_momentum={outer_momentum} from 0 up to below 1."
+        )

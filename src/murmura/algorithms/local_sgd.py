@@ -1,32 +1,48 @@
-"""Ranks train alone and average their weights now and then."""
+"""Ranks train alone and average their weights now and then (local SGD, arXiv 1805.09767)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from murmura.algorithms.base import Algorithm, AlgorithmImpl
-from murmura.errors import not_built
-from murmura.types import Exchanges
+from murmura.algorithms.after_step import AfterStepImpl
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
+from murmura.algorithms.checks import at_least_one
+from murmura.types import ReduceOp
 
 if TYPE_CHECKING:
     from murmura.transports.base import Transport
+
+
+class LocalSGDAlgorithmImpl(AfterStepImpl):
+    """The running state of `LocalSGDAlgorithm` for one model."""
+
+    def __init__(self, process_group: Transport, interval: int) -> None:
+        super().__init__(process_group)
+        at_least_one(interval=interval)
+        self._interval = interval
+
+    def setup(self, replica: Replica) -> None:
+        super().setup(replica)
+        self._flats = self._weights.allocate(self.process_group)
+
+    def is_due(self, number: int) -> bool:
+        return (number + 1) % self._interval == 0
+
+    def communicate(self) -> None:
+        self._weights.read(self._flats)
+        for flat in self._flats:
+            self.process_group.all_reduce(flat, ReduceOp.MEAN)
+        self._weights.write(self._flats)
 
 
 @dataclass(frozen=True)
 class LocalSGDAlgorithm(Algorithm):
     """Averages weights after the step of every `interval`-th round."""
 
+    impl: ClassVar[type[AlgorithmImpl]] = LocalSGDAlgorithmImpl
+
     interval: int
 
     def __post_init__(self) -> None:
-        not_built("murmura.LocalSGDAlgorithm")
-
-
-class LocalSGDAlgorithmImpl(AlgorithmImpl):
-    """The running state of `LocalSGDAlgorithm` for one model."""
-
-    exchanges = Exchanges.WEIGHTS
-
-    def __init__(self, process_group: Transport, interval: int) -> None:
-        not_built("murmura.LocalSGDAlgorithmImpl")
+        at_least_one(interval=self.interval)

@@ -1,38 +1,36 @@
-"""Decentralised SGD on a ring with weight differences of eight bits."""
+"""Decentralised SGD on a ring with weight differences of eight bits (DCD-PSGD, arXiv 1803.06443)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from murmura.algorithms.base import Algorithm, AlgorithmImpl
-from murmura.compressors import Compressor, MinMaxUInt8
-from murmura.errors import not_built
-from murmura.types import Exchanges
+import torch
+from torch import Tensor
+
+from murmura.algorithms.after_step import AfterStepImpl
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
+from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.hierarchy import Hierarchy
+from murmura.algorithms.peers import ring_neighbours
+from murmura.algorithms.weights import as_real, check_same_lengths
+from murmura.compressors import Compressor, ErrorFeedback, MinMaxUInt8
+from murmura.errors import ConfigError
+from murmura.types import ReduceOp
 
 if TYPE_CHECKING:
     from murmura.transports.base import Transport
 
 
-@dataclass(frozen=True)
-class LowPrecisionDecentralizedAlgorithm(Algorithm):
-    """Sends the compressed change of the weights to both ring neighbours after the optimizer's step."""
+class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
+    """The running state of `LowPrecisionDecentralizedAlgorithm` for one model; `compressor=None` is MinMaxUInt8().
 
-    hierarchical: bool = True
-    communication_interval: int = 1
-    compressor: Compressor = field(default_factory=MinMaxUInt8, kw_only=True)
-
-    def __post_init__(self) -> None:
-        not_built("murmura.LowPrecisionDecentralizedAlgorithm")
-
-
-class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
-    """The running state of `LowPrecisionDecentralizedAlgorithm` for one model.
-
-    `compressor=None` is MinMaxUInt8().
+    w is what the neighbours know of this rank, L and R what it knows of them. z = x + L/3 + R/3 - 5w/3 is the way
+    from w to the mean of the three plus the step just taken; its code c goes to both. L += D(c_left),
+    R += D(c_right), x ← w + D(c), w ← x: everybody adds the same bits, so a neighbour's replica of me stays equal to
+    my w.
     """
-
-    exchanges = Exchanges.WEIGHTS
 
     def __init__(
         self,
@@ -42,4 +40,120 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         *,
         compressor: Compressor | None = None,
     ) -> None:
-        not_built("murmura.LowPrecisionDecentralizedAlgorithmImpl")
+        super().__init__(process_group)
+        _check(communication_interval, compressor)
+        self._interval = communication_interval
+        self._compressor = compressor or MinMaxUInt8()
+        self._hierarchy = Hierarchy(process_group, hierarchical)
+        if not self._hierarchy.is_even:
+            raise ConfigError(
+                f"hierarchical=True puts {list(self._hierarchy.shares)} ranks on the hosts, and the exchange with two "
+                "neighbours knows no weights. Use as many ranks on every host, hierarchical=False, or "
+                "DecentralizedAlgorithm, which weighs hosts."
+            )
+
+    def setup(self, replica: Replica) -> None:
+        super().setup(replica)
+        self._flats = self._weights.allocate(self.process_group)
+        leaders = self._hierarchy.leaders
+        self._w: list[Tensor] = []
+        self._left: list[Tensor] = []
+        self._right: list[Tensor] = []
+        if leaders is None or leaders.world_size == 1:
+            return
+        reals = [as_real(flat) for flat in self._flats]
+        sizes = [self._compressor.payload_bytes(flat.numel(), flat.dtype) for flat in reals]
+        self._payloads = [
+            leaders.allocate(3 * size, torch.uint8, flat.device).view(3, size)
+            for flat, size in zip(reals, sizes, strict=True)
+        ]
+        self._w = [flat.clone() for flat in reals]
+        self._left = [flat.clone() for flat in reals]
+        # In a world of two both neighbours are one rank.
+        self._right = self._left if leaders.world_size == 2 else [flat.clone() for flat in reals]
+
+    def is_due(self, number: int) -> bool:
+        return number % self._interval == 0
+
+    def communicate(self) -> None:
+        if self.process_group.world_size == 1:
+            return
+        self._weights.read(self._flats)
+        for index, flat in enumerate(self._flats):
+            self._hierarchy.reduce_inside(flat, ReduceOp.MEAN)
+            if self._w:
+                self._mix(as_real(flat), self._w[index], self._left[index], self._right[index], self._payloads[index])
+            self._hierarchy.spread(flat)
+        self._weights.write(self._flats)
+
+    def _mix(self, x: Tensor, w: Tensor, left: Tensor, right: Tensor, payloads: Tensor) -> None:
+        """One exchange with the neighbours on the ring; overwrites them all."""
+        leaders = self._hierarchy.leaders
+        assert leaders is not None
+        z = x if x.dtype.itemsize > 2 else x.float()
+        z.add_(left, alpha=1 / 3).add_(right, alpha=1 / 3).sub_(w, alpha=5 / 3)
+        own, from_left, from_right = payloads
+        self._compressor.compress(z, own)
+        on_left, on_right = ring_neighbours(leaders.rank, leaders.world_size)
+        if on_left == on_right:
+            leaders.exchange([(own, on_left)], [(from_left, on_left)])
+        else:
+            leaders.exchange([(own, on_left), (own, on_right)], [(from_left, on_left), (from_right, on_right)])
+            self._compressor.decompress_add(from_right, right)
+        self._compressor.decompress_add(from_left, left)
+        self._compressor.decompress_add(own, w)
+        x.copy_(w)
+
+    def replicas(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """w, L and R as flat tensors; empty on a rank that does not exchange."""
+        return self._w, self._left, self._right
+
+    def state_dict(self) -> dict[str, Any]:
+        leaders = self._hierarchy.leaders
+        return {
+            "ring": None if leaders is None else (leaders.rank, leaders.world_size),
+            "w": [each.clone() for each in self._w],
+            "left": [each.clone() for each in self._left],
+            "right": [each.clone() for each in self._right],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        leaders = self._hierarchy.leaders
+        place = None if leaders is None else (leaders.rank, leaders.world_size)
+        saved_place = None if state["ring"] is None else tuple(state["ring"])
+        if saved_place != place:
+            raise ConfigError(
+                f"this state was saved at place {saved_place} (rank, size) of the ring, and here it is {place}: the "
+                "replicas of two neighbours it holds are of other ranks now. Go on with the same ranks in the same "
+                "places, or start the algorithm anew from averaged weights (ddp.average_parameters())."
+            )
+        for own, saved in ((self._w, state["w"]), (self._left, state["left"]), (self._right, state["right"])):
+            check_same_lengths(saved, own)
+            for each, value in zip(own, saved, strict=True):
+                each.copy_(value)
+
+
+@dataclass(frozen=True)
+class LowPrecisionDecentralizedAlgorithm(Algorithm):
+    """Sends the compressed change of the weights to both ring neighbours after the optimizer's step.
+
+    Communicates after every `communication_interval`-th round, beginning with round 0.
+    """
+
+    impl: ClassVar[type[AlgorithmImpl]] = LowPrecisionDecentralizedAlgorithmImpl
+
+    hierarchical: bool = True
+    communication_interval: int = 1
+    compressor: Compressor = field(default_factory=MinMaxUInt8, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check(self.communication_interval, self.compressor)
+
+
+def _check(communication_interval: int, compressor: Compressor | None) -> None:
+    at_least_one(communication_interval=communication_interval)
+    if isinstance(compressor, ErrorFeedback):
+        raise ConfigError(
+            "LowPrecisionDecentralizedAlgorithm sends the difference to what its neighbours know, so what one message "
+            "loses is in the next already; with ErrorFeedback it would count twice. Give the inner compressor itself."
+        )

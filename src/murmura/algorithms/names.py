@@ -5,10 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from murmura.algorithms.base import Algorithm
+from murmura.algorithms.bytegrad import ByteGradAlgorithm
+from murmura.algorithms.decentralized import DecentralizedAlgorithm
+from murmura.algorithms.diloco import DiLoCoAlgorithm
 from murmura.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+from murmura.algorithms.local_sgd import LocalSGDAlgorithm
+from murmura.algorithms.low_precision_decentralized import LowPrecisionDecentralizedAlgorithm
 from murmura.errors import ConfigError
+from murmura.types import PeerSelection
 
-_BY_NAME: dict[str, Callable[[], Algorithm]] = {"gradient_allreduce": GradientAllReduceAlgorithm}
+LOCAL_STEPS = 20
+"""The interval of `local_sgd` and `diloco` when they are asked for by name."""
+
+_BY_NAME: dict[str, Callable[[], Algorithm]] = {
+    "gradient_allreduce": GradientAllReduceAlgorithm,
+    "bytegrad": ByteGradAlgorithm,
+    "decentralized": DecentralizedAlgorithm,
+    "shift_one": lambda: DecentralizedAlgorithm(peer_selection_mode=PeerSelection.SHIFT_ONE),
+    "low_precision_decentralized": LowPrecisionDecentralizedAlgorithm,
+    "local_sgd": lambda: LocalSGDAlgorithm(LOCAL_STEPS),
+    "diloco": lambda: DiLoCoAlgorithm(LOCAL_STEPS),
+}
+
+
+def algorithm_names() -> list[str]:
+    """The names that `algorithm_named` knows, the plain one first."""
+    return list(_BY_NAME)
 
 
 def algorithm_named(name: str) -> Algorithm:

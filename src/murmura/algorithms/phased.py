@@ -2,19 +2,92 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from murmura.algorithms.base import Algorithm
-from murmura.errors import not_built
+from torch.optim import Optimizer
+
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
+from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.succession import succeed
+from murmura.buckets import Bucket
+from murmura.types import Exchanges
+
+if TYPE_CHECKING:
+    from murmura.transports.base import Transport
+
+
+class PhasedImpl(AlgorithmImpl):
+    """The running state of `Phased` for one model; `running` is the algorithm of the present phase."""
+
+    def __init__(self, process_group: Transport, first: Algorithm, until_round: int, *, then: Algorithm) -> None:
+        super().__init__(process_group)
+        self._until_round = until_round
+        self._then: Algorithm | None = then  # None once it runs
+        self.running = first.reify(process_group)
+
+    @property
+    def exchanges(self) -> Exchanges:  # type: ignore[override]  # of the present phase
+        return self.running.exchanges
+
+    @property
+    def averages(self) -> bool:  # type: ignore[override]
+        return self.running.averages
+
+    def setup(self, replica: Replica) -> None:
+        self._replica = replica
+        self.running.setup(replica)
+
+    def before_forward(self) -> None:
+        if self._then is not None and self._replica.round >= self._until_round:
+            self._go_on(succeed(self.running, self._then, self._replica))
+        self.running.before_forward()
+
+    def _go_on(self, successor: AlgorithmImpl) -> None:
+        self.running, self._then = successor, None
+        self.running.setup(self._replica)
+
+    def on_bucket_ready(self, bucket: Bucket) -> None:
+        self.running.on_bucket_ready(bucket)
+
+    def after_backward(self) -> None:
+        self.running.after_backward()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        self.running.before_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self.running.after_step(optimizer)
+
+    def settle(self) -> None:
+        self.running.settle()
+
+    def close(self) -> None:
+        self.running.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"is_first": self._then is not None, "running": self.running.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._then is not None and not state["is_first"]:
+            self.running.close()
+            self._go_on(self._then.reify(self.process_group))
+        self.running.load_state_dict(state["running"])
 
 
 @dataclass(frozen=True)
 class Phased(Algorithm):
-    """Runs `first` for the rounds before `until_round`, and `then` from that round on."""
+    """Runs `first` for the rounds before `until_round`, and `then` from that round on.
+
+    Where `first` lets replicas differ, `then` starts from their mean. Phases nest: `then` may be phased again.
+    """
+
+    impl: ClassVar[type[AlgorithmImpl]] = PhasedImpl
 
     first: Algorithm
     until_round: int
     then: Algorithm = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        not_built("murmura.Phased")
+        at_least_one(until_round=self.until_round)

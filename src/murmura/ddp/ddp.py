@@ -37,7 +37,8 @@ class DDP(nn.Module):
             stays the caller's.
         algorithm: an Algorithm or its name; None takes the environment's, else gradient all-reduce.
         bucket_size_bytes: parameters travel together in buckets of about this size.
-        broadcast_buffers: whether ranks take over rank 0's buffers at the first forward of a round.
+        broadcast_buffers: whether ranks take over rank 0's buffers at the first forward of a round; algorithms that
+            exchange weights average them instead. False leaves buffers to each rank after the start.
         ignore: names of parameters and buffers that stay local.
         verify_every: run `verify_in_sync` every so many rounds; 0 is never.
         nonfinite: "pass", "raise" or "skip_step", when a gradient holds an infinity or a NaN.
@@ -68,7 +69,7 @@ class DDP(nn.Module):
         self.module = module
         self._owns_transport = transport is None
         self._transport = connect() if transport is None else transport
-        self._replica = ModelReplica(module, self._transport.channel("ddp"), ignore)
+        self._replica = ModelReplica(module, self._transport.channel("ddp"), ignore, broadcast_buffers)
         agreement.check_same_model(self._replica.transport, self._replica.describe())
         self.broadcast_parameters(0)
         self._driver = Driver(
@@ -139,7 +140,7 @@ class DDP(nn.Module):
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Take over parameters and buffers of `root`, in place: optimizers built before stay valid."""
-        broadcast_together(self._replica.transport, [*self._replica.parameters, *self._replica.buffers], root)
+        broadcast_together(self._replica.transport, [*self._replica.parameters, *self._replica.all_buffers], root)
 
     def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Iterate uneven data: a rank out of it replays its last batch with weight 0 until all are done.
@@ -150,6 +151,7 @@ class DDP(nn.Module):
 
     def verify_in_sync(self) -> None:
         """Raise ReplicaDivergence, naming the first parameter that differs, unless all ranks agree. Collective."""
+        self._driver.settle()
         self._driver.verify()
 
     # The algorithm
@@ -160,19 +162,27 @@ class DDP(nn.Module):
 
     def algorithm_state_dict(self) -> dict[str, Any]:
         """All that the running algorithm carries on this rank, and the number of rounds."""
-        return {"round": self._replica.round, "algorithm": self.algorithm.state_dict()}
+        self._driver.settle()
+        return {
+            "round": self._replica.round,
+            "plan": self._driver.plan,
+            "algorithm": self.algorithm.state_dict(),
+        }
 
     def load_algorithm_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `algorithm_state_dict` returned on this rank."""
+        self._driver.adopt_plan(state["plan"])
         self._replica.round = state["round"]
         self.algorithm.load_state_dict(state["algorithm"])
 
     def consensus_distance(self) -> float:
         """How far the replicas are apart (root mean square distance to their mean); collective, equal on all ranks."""
+        self._driver.settle()
         return consensus.consensus_distance(self._replica)
 
     def average_parameters(self) -> AbstractContextManager[None]:
         """Inside it the module holds the mean of all replicas; afterwards each has its own weights back. Collective."""
+        self._driver.settle()
         return consensus.average_parameters(self._replica)
 
     # Life

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from murmura.algorithms import Algorithm, AlgorithmImpl
+from murmura.algorithms.succession import succeed
 from murmura.buckets import Bucket, ParameterSpec, plan_buckets
 from murmura.ddp import agreement, hooks, steps
 from murmura.ddp.flattening import broadcast_together
 from murmura.ddp.joining import Joining
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.rounds import GradientRounds, first_nonfinite, weigh
-from murmura.errors import NonFiniteGradient, UsageError
+from murmura.errors import ConfigError, NonFiniteGradient, UsageError
 from murmura.types import Exchanges, NonFinite
 
 log = logging.getLogger("murmura")
@@ -61,9 +62,16 @@ class Driver:
         self._planned: list[int] = []
         self._parameter_hooks: dict[int, Any] = {}
         self.algorithm = algorithm.reify(self.channel)  # may refuse, so it comes before the hooks
+        if verify_every and self._exchanges_weights:
+            raise ConfigError(
+                f"verify_every={verify_every} would find replicas that differ, as {type(algorithm).__name__} lets them "
+                "do. Leave it out, and look at ddp.consensus_distance()."
+            )
         self._rounds = GradientRounds(f"{self.channel.name}-rank{self.channel.rank}", self.channel.world_size)
         self._rounds.close_with(self)
-        self._plan(list(reversed(replica.trainable())))
+        self._planned = list(reversed(replica.trainable()))
+        self._hook_parameters()
+        self._revise_plan()
         self._module_hooks = hooks.hook_module(self, module)
         steps.listen(self, replica.parameters)
         self._start(self.algorithm)
@@ -79,13 +87,23 @@ class Driver:
     def switch(self, algorithm: Algorithm) -> None:
         """Close the running algorithm and start another, between rounds."""
         self._refuse_unfinished("set_algorithm()")
-        successor = algorithm.reify(self.channel)  # may refuse; then the old one goes on
-        self.algorithm.close()
-        self._start(successor)
+        self.algorithm = succeed(self.algorithm, algorithm, self.replica)
+        self._take_in_thawed()
+        self._revise_plan()
+        self._start(self.algorithm)
+
+    def settle(self) -> None:
+        """Let the algorithm do what waits for a step that was skipped; nothing inside a round."""
+        if not self._open:
+            self.algorithm.settle()
 
     @property
     def _exchanges_gradients(self) -> bool:
         return self.algorithm.exchanges is Exchanges.GRADIENTS
+
+    @property
+    def _exchanges_weights(self) -> bool:
+        return self.algorithm.exchanges is Exchanges.WEIGHTS
 
     # Plans
 
@@ -107,17 +125,15 @@ class Driver:
         ]
         self._rounds.use(replica.buckets)
         self._planned = order
-        for index in order:
-            if index not in self._parameter_hooks:
-                self._parameter_hooks[index] = hooks.hook_parameter(self, replica.parameters[index])
 
     def _revise_plan(self) -> None:
-        """Plan anew, once from the order that rank 0 observed, and whenever a frozen parameter has been thawed."""
+        """Plan, or plan anew once from the order that rank 0 observed; without gradients to exchange, no buckets."""
         replica = self.replica
-        thawed = [index for index in replica.trainable() if index not in self._parameter_hooks]
-        if thawed:
-            agreement.check_same_model(self.channel, [replica.names[index] for index in thawed])
-            self._plan(sorted({*self._planned, *thawed}, reverse=True))
+        if not self._exchanges_gradients:
+            replica.buckets = []
+            self._rounds.use([])
+        elif not replica.buckets:
+            self._plan(self._planned)
         elif self._observed is not None and not self._is_ordered:
             self._is_ordered = True
             rest = [index for index in self._planned if index not in set(self._observed)]
@@ -125,6 +141,47 @@ class Driver:
             self.channel.broadcast(order, 0)
             if order.tolist() != self._planned:
                 self._plan(order.tolist())
+
+    def _take_in_thawed(self) -> None:
+        """Give parameters that were frozen until now their place in a new plan, the same on every rank."""
+        replica = self.replica
+        thawed = [index for index in replica.trainable() if index not in self._parameter_hooks]
+        if thawed:
+            agreement.check_same_model(self.channel, [replica.names[index] for index in thawed])
+            self._planned = sorted({*self._planned, *thawed}, reverse=True)
+            self._hook_parameters()
+            replica.buckets = []
+
+    def _refuse_thawed(self) -> None:
+        thawed = [index for index in self.replica.trainable() if index not in self._parameter_hooks]
+        if thawed:
+            raise UsageError(
+                f"parameter {self.replica.names[thawed[0]]!r} was frozen when the running algorithm started, so its "
+                "weights are not exchanged. After unfreezing, start it anew with ddp.set_algorithm(...) on every rank."
+            )
+
+    def _hook_parameters(self) -> None:
+        for index in self._planned:
+            if index not in self._parameter_hooks:
+                self._parameter_hooks[index] = hooks.hook_parameter(self, self.replica.parameters[index])
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What another run needs to cut the same buckets."""
+        return {"order": [self.replica.names[index] for index in self._planned], "is_observed": self._is_ordered}
+
+    def adopt_plan(self, plan: Mapping[str, Any]) -> None:
+        """Cut the buckets as a run did that this one resumes."""
+        order = [self.replica.names.index(name) for name in plan["order"]]
+        if sorted(order) != sorted(self._planned):
+            raise ConfigError(
+                "this state was saved with other parameters trainable than are here. Freeze the same ones before "
+                "you load it."
+            )
+        self._is_ordered = plan["is_observed"]
+        if order != self._planned:
+            self._planned, self.replica.buckets = order, []
+            self._revise_plan()
 
     # Hooks
 
@@ -138,12 +195,18 @@ class Driver:
         replica = self.replica
         if not self.joining.active:
             self.joining.round_ended()  # of a batch that a loop was left with
-        self._revise_plan()
-        if self._verify_every and replica.round and replica.round % self._verify_every == 0:
-            self.verify()
-        if self._broadcasts_buffers:
-            broadcast_together(self.channel, replica.buffers, 0)
+        self.algorithm.settle()
         self.algorithm.before_forward()
+        if self._exchanges_weights:
+            self._refuse_thawed()
+        else:
+            self._take_in_thawed()
+        self._revise_plan()
+        if not self._exchanges_weights:
+            if self._verify_every and replica.round and replica.round % self._verify_every == 0:
+                self.verify()
+            if self._broadcasts_buffers:
+                broadcast_together(self.channel, replica.buffers, 0)
         self._open = True
 
     def output_reached(self) -> None:
@@ -180,6 +243,7 @@ class Driver:
             self._finish()
 
     def before_step(self, optimizer: Optimizer) -> None:
+        self.replica.remember(optimizer)
         self.algorithm.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -213,8 +277,7 @@ class Driver:
             if weighs and self.algorithm.averages:
                 weigh(replica.buckets)
         self.joining.round_ended()
-        if self._exchanges_gradients:
-            self._check_finite()
+        self._check_finite()
         self.algorithm.after_backward()
         replica.round += 1
         self._open = self._held_back = False
@@ -222,7 +285,7 @@ class Driver:
     def _check_finite(self) -> None:
         if self._nonfinite is NonFinite.PASS:
             return
-        name = first_nonfinite(self.replica.buckets)
+        name = first_nonfinite(self.replica.names, self.replica.parameters)
         if name is None:
             return
         if self._nonfinite is NonFinite.RAISE:

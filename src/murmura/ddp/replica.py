@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from murmura.buckets import Bucket
 from murmura.errors import ConfigError
@@ -14,7 +16,9 @@ from murmura.transports.base import Transport
 class ModelReplica:
     """One rank's copy of a model: its parameters and buffers but for the ignored ones, its buckets, its round."""
 
-    def __init__(self, module: nn.Module, transport: Transport, ignore: Collection[str]) -> None:
+    def __init__(
+        self, module: nn.Module, transport: Transport, ignore: Collection[str], keeps_buffers: bool = True
+    ) -> None:
         parameters = dict(module.named_parameters())
         buffers = dict(module.named_buffers())
         unknown = sorted(set(ignore) - set(parameters) - set(buffers))
@@ -24,17 +28,34 @@ class ModelReplica:
                 "Take names from module.named_parameters() and module.named_buffers()."
             )
         self._module = module
+        self._keeps_buffers = keeps_buffers
         self.transport = transport
         self.round = 0
         self.buckets: list[Bucket] = []
+        self._optimizers: list[weakref.ref[Optimizer]] = []
         self.names = [name for name in parameters if name not in ignore]
         self.parameters = [parameters[name] for name in self.names]
         self.buffer_names = [name for name in buffers if name not in ignore]
 
     @property
-    def buffers(self) -> list[Tensor]:
+    def all_buffers(self) -> list[Tensor]:
         """Looked up each time: a module may put another tensor in the place of a buffer."""
         return [self._module.get_buffer(name) for name in self.buffer_names]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Those that are kept together while training goes on: all or none."""
+        return self.all_buffers if self._keeps_buffers else []
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that have stepped on the parameters and are alive, in the order of their first steps."""
+        return [optimizer for each in self._optimizers if (optimizer := each()) is not None]
+
+    def remember(self, optimizer: Optimizer) -> None:
+        """`optimizer` steps on the parameters."""
+        if not any(each() is optimizer for each in self._optimizers):
+            self._optimizers = [each for each in self._optimizers if each() is not None] + [weakref.ref(optimizer)]
 
     def describe(self) -> list[str]:
         """A line for each parameter and buffer: what all ranks must have alike."""
@@ -44,7 +65,7 @@ class ModelReplica:
         ]
         lines += [
             f"{name}: {list(b.shape)} {b.dtype}, buffer"
-            for name, b in zip(self.buffer_names, self.buffers, strict=True)
+            for name, b in zip(self.buffer_names, self.all_buffers, strict=True)
         ]
         return lines
 

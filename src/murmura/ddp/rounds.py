@@ -173,11 +173,9 @@ def weigh(buckets: Sequence[Bucket]) -> None:
             bucket.gradients.div_(weight)
 
 
-def first_nonfinite(buckets: Sequence[Bucket]) -> str | None:
-    """The name of the first parameter, in bucket order, whose gradient holds an infinity or a NaN."""
-    for bucket in buckets:
-        if not bool(torch.isfinite(bucket.gradients).all()):
-            for name, view in zip(bucket.names, bucket.views, strict=True):
-                if not bool(torch.isfinite(view).all()):
-                    return name
+def first_nonfinite(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> str | None:
+    """The name of the first parameter whose gradient holds an infinity or a NaN."""
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            return name
     return None

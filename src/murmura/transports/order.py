@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,10 @@ class Order:
             self._jobs.put(None)
             thread.join()
             self._thread = None
+
+    def close_with(self, owner: object) -> None:
+        """Let the communication thread end when `owner` is gone, after what is queued."""
+        weakref.finalize(owner, self._jobs.put, None).atexit = False  # to join it might take a deadline
 
     def _perform(self, work: Callable[[], Any]) -> Any:
         with self.lock:

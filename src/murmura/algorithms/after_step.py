@@ -1,0 +1,50 @@
+"""What algorithms that exchange weights after the optimizer's step have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch.optim import Optimizer
+
+from murmura.algorithms.base import AlgorithmImpl, Replica
+from murmura.algorithms.weights import FlatWeights
+from murmura.types import Exchanges
+
+
+class AfterStepImpl(AlgorithmImpl, ABC):
+    """Calls `communicate` once for each round that `is_due`.
+
+    That is when the optimizers have stepped on every parameter that has a gradient, or at the next forward if they
+    have not: then a step was skipped.
+    """
+
+    exchanges = Exchanges.WEIGHTS
+    _due = False
+
+    @abstractmethod
+    def is_due(self, number: int) -> bool:
+        """Whether the ranks communicate after round `number`."""
+
+    @abstractmethod
+    def communicate(self) -> None:
+        """Exchange the weights and write them."""
+
+    def setup(self, replica: Replica) -> None:
+        self._replica = replica
+        self._weights = FlatWeights(replica)
+        self._stepped: set[int] = set()  # ids of parameters
+
+    def after_backward(self) -> None:
+        self._due |= self.is_due(self._replica.round)
+        self._stepped.clear()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if self._due:
+            self._stepped.update(id(each) for group in optimizer.param_groups for each in group["params"])
+            if all(id(each) in self._stepped for each in self._replica.parameters if each.grad is not None):
+                self.settle()
+
+    def settle(self) -> None:
+        if self._due:
+            self._due = False
+            self.communicate()

@@ -1,0 +1,61 @@
+"""Exchanges that run beside training: in a thread and, on a GPU, on a stream of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from murmura.transports.order import Order, Ticket
+
+
+class Handover:
+    """Tensors that an exchange under way has for itself."""
+
+    def __init__(self, ticket: Ticket, streams: Sequence[torch.cuda.Stream]) -> None:
+        self._ticket = ticket
+        self._streams = streams
+
+    def done(self) -> bool:
+        """Whether `take_back` would return, or raise, at once."""
+        return self._ticket.done()
+
+    def take_back(self) -> None:
+        """Wait until the tensors are the caller's again; raise what went wrong."""
+        self._ticket.wait()
+        for stream in self._streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+
+class Background:
+    """Runs one exchange after another, in the order they were started."""
+
+    def __init__(self, name: str) -> None:
+        self._order = Order(name)
+        self._order.close_with(self)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def start(self, what: str, tensors: Sequence[Tensor], work: Callable[[], None]) -> Handover:
+        """Run `work` on `tensors`, which it has for itself until they are taken back."""
+        streams = [self._stream(device) for device in {tensor.device for tensor in tensors if tensor.is_cuda}]
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+        def run() -> None:
+            with torch.no_grad(), contextlib.ExitStack() as current:
+                for stream in streams:
+                    current.enter_context(torch.cuda.stream(stream))
+                work()
+
+        return Handover(self._order.submit(what, run), streams)
+
+    def close(self) -> None:
+        """End the thread. Whoever closes has closed the transport first, so that nothing waits any more."""
+        self._order.close()
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]

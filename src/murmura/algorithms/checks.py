@@ -1,0 +1,12 @@
+"""Choices that make no sense are refused where they are made."""
+
+from __future__ import annotations
+
+from murmura.errors import ConfigError
+
+
+def at_least_one(**choices: int) -> None:
+    """Raise `ConfigError` unless each of `choices` is a whole number from 1 on."""
+    for name, value in choices.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r} must be a whole number, at least 1.")

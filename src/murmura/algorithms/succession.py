@@ -1,0 +1,64 @@
+"""From one running algorithm to the next on a live model."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
+from murmura.algorithms.weights import FlatWeights
+from murmura.errors import UsageError
+from murmura.types import Exchanges, ReduceOp
+
+
+def succeed(running: AlgorithmImpl, algorithm: Algorithm, replica: Replica) -> AlgorithmImpl:
+    """Close `running` and return what runs `algorithm`, not yet set up. Collective, between rounds.
+
+    Replicas that `running` let differ start again from the mean of their weights and of their optimizers' moments. If
+    `algorithm` is refused, `running` goes on.
+    """
+    successor = algorithm.reify(replica.transport)
+    running.settle()
+    running.close()
+    if running.exchanges is Exchanges.WEIGHTS:
+        _average_weights(replica)
+        _average_moments(replica)
+    return successor
+
+
+def _average_weights(replica: Replica) -> None:
+    weights = FlatWeights(replica)
+    flats = weights.allocate(replica.transport)
+    for flat in flats:
+        replica.transport.all_reduce(flat, ReduceOp.MEAN)
+    weights.write(flats)
+
+
+@torch.no_grad()
+def _average_moments(replica: Replica) -> None:
+    """Equal weights drift apart again if the momenta that move them differ."""
+    moments = list(_moments(replica))
+    layout = zlib.crc32("; ".join(name for name, _ in moments).encode())
+    least, most = torch.tensor([layout]), torch.tensor([layout])
+    replica.transport.all_reduce(least, ReduceOp.MIN)
+    replica.transport.all_reduce(most, ReduceOp.MAX)
+    if not torch.equal(least, most):
+        raise UsageError(
+            "the ranks' optimizers do not hold the same moments, so they cannot be averaged: a parameter has been "
+            "stepped on some ranks only, or their optimizers are built differently. Build new optimizers on every "
+            "rank before you change the algorithm."
+        )
+    for _, moment in moments:
+        replica.transport.all_reduce(moment, ReduceOp.MEAN)
+
+
+def _moments(replica: Replica) -> Iterator[tuple[str, Tensor]]:
+    """What optimizers remember of each parameter, as far as it has a mean, by a name that is the same on all ranks."""
+    for index, optimizer in enumerate(replica.optimizers):
+        for name, parameter in zip(replica.names, replica.parameters, strict=True):
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+                    yield f"{index} {name} {key} {tuple(value.shape)} {value.dtype}", value
