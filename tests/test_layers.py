@@ -50,7 +50,7 @@ def top(path: PurePosixPath) -> str:
 
 def may_import_torch_distributed(path: PurePosixPath) -> bool:
     return (
-        path == PurePosixPath("transports/process_group.py")
+        path in {PurePosixPath("transports/process_group.py"), PurePosixPath("transports/signed_store.py")}
         or "rendezvous" in path.with_suffix("").parts
         or top(path) in {"launch", "integrations", "benchmarks"}
     )

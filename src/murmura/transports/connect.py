@@ -9,6 +9,7 @@ from murmura.transports.in_process import InProcessTransport
 from murmura.transports.process_group import ProcessGroupTransport
 from murmura.transports.rendezvous import open_store, under
 from murmura.transports.shared_memory import SharedMemoryTransport
+from murmura.transports.signed_store import SignedStore
 from murmura.types import DistributedBackend, TransportKind
 
 __all__ = ["connect"]
@@ -52,7 +53,10 @@ def _join_process_group(config: DistributedConfig, kind: TransportKind) -> Trans
         raise ConfigError(f"transport='{kind}' needs coordinator_addr, the host:port where rank 0 can be reached.")
     rank, size = config.rank, config.world_size
     store = open_store(config.coordinator_host, config.coordinator_port, rank, size, config.timeout)
-    job = under(store, f"murmura/{config.job_id or ''}")
+    scope = f"murmura/{config.job_id or ''}"
+    job = under(store, scope)
+    if config.secret:
+        job = SignedStore(job, config.secret, scope)
     return ProcessGroupTransport.join(job, rank, size, backend=kind, timeout=config.timeout)
 
 

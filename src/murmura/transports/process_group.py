@@ -21,12 +21,14 @@ from murmura.collectives import ring
 from murmura.errors import PeerTimeout, TransportClosed, TransportError, UsageError
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
+from murmura.transports.challenge import prove_to_each_other
 from murmura.transports.checks import check_members, describe
 from murmura.transports.checks import store as bring_back
 from murmura.transports.failures import Departure, Patience, again, mismatch, peer_lost, peer_timeout, words_of
 from murmura.transports.host import Liveness
 from murmura.transports.order import Ticket
 from murmura.transports.rendezvous import Diary, Roster, Store, build_group, sign_in, under
+from murmura.transports.signed_store import SignedStore
 from murmura.types import ReduceOp, parse
 
 __all__ = ["ProcessGroupTransport"]
@@ -108,6 +110,7 @@ class ProcessGroupTransport(Transport):
     ) -> ProcessGroupTransport:
         """Build a process group of one's own on `store`; every rank calls it with the same store.
 
+        With a `SignedStore` it returns when all ranks have proved to each other that they know its secret.
         `hosts` pretends that ranks are on several hosts.
         """
         roster = sign_in(store, rank, world_size, timeout)
@@ -116,6 +119,12 @@ class ProcessGroupTransport(Transport):
         transport._owns_group = True
         if hosts is not None:
             transport.hosts = tuple(hosts)
+        if isinstance(store, SignedStore):
+            try:
+                prove_to_each_other(transport, store)
+            except BaseException:
+                transport.close()
+                raise
         return transport
 
     # Transport's contract

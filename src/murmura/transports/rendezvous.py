@@ -17,6 +17,7 @@ import torch.distributed as dist
 from murmura.errors import RendezvousError, UsageError
 from murmura.transports.failures import Departure
 from murmura.transports.host import Liveness, host_identity, number_hosts
+from murmura.transports.signed_store import ADVICE, SignedStore
 
 Store: TypeAlias = Any  # torch.distributed.Store, whose type torch does not export
 
@@ -55,6 +56,8 @@ def file_store(path: str, world_size: int) -> Store:
 
 def under(store: Store, prefix: str) -> Store:
     """The part of `store` whose keys begin with `prefix`."""
+    if isinstance(store, SignedStore):
+        return store.under(prefix)
     make: Any = dist.PrefixStore  # type: ignore[attr-defined]
     return make(prefix, store)
 
@@ -70,12 +73,31 @@ class Roster:
 
 def sign_in(store: Store, rank: int, world_size: int, timeout: float) -> Roster:
     """Say that this rank is here and wait for all others; `RendezvousError` names those that do not come."""
-    store.set(f"here/{rank}", json.dumps([host_identity(), os.getpid()]))
-    _await_all(store, "here", rank, world_size, timeout)
-    entries = [json.loads(store.get(f"here/{each}")) for each in range(world_size)]
+    try:
+        store.set(f"here/{rank}", json.dumps([host_identity(), os.getpid()]))
+        _await_all(store, "here", rank, world_size, timeout)
+        entries = [_read_entry(store, rank, each) for each in range(world_size)]
+    except dist.DistError as error:
+        raise RendezvousError(
+            f"rank {rank} lost the store while the ranks were signing in. Whoever serves it, rank 0 or a launcher, has "
+            f"ended: its own output says why. (torch says: {error})",
+            (0,),
+        ) from error
     own_host = entries[rank][0]
     pids = {each: pid for each, (host, pid) in enumerate(entries) if host == own_host and each != rank}
     return Roster(rank, tuple(number_hosts([host for host, _ in entries])), pids)
+
+
+def _read_entry(store: Store, rank: int, peer: int) -> tuple[str, int]:
+    try:
+        host, pid = json.loads(store.get(f"here/{peer}"))
+        return str(host), int(pid)
+    except (ValueError, TypeError) as error:
+        raise RendezvousError(
+            f"rank {rank} cannot read what stands for rank {peer} in the store. Was rank {peer} started with a secret, "
+            f"and rank {rank} without? {ADVICE}",
+            (peer,),
+        ) from error
 
 
 def _await_all(store: Store, what: str, rank: int, world_size: int, timeout: float) -> None:
