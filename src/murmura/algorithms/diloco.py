@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from murmura.algorithms.after_step import AfterStepImpl
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
@@ -52,7 +53,7 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         self._velocity = [torch.zeros_like(each) for each in self._theta]
         self._means: list[CompressedMean] = []
         if self._compressor is not None and self.process_group.world_size > 1:
-            self._means = [CompressedMean(self.process_group, as_real(each), self._compressor) for each in self._flats]
+            self._means = [CompressedMean(self.process_group, as_real(each), self._compressor) for each in self._theta]
 
     def is_due(self, number: int) -> bool:
         return (number + 1) % self._interval == 0
@@ -62,20 +63,23 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         changes = [flat[: theta.numel()] for flat, theta in zip(self._flats, self._theta, strict=True)]
         for change, theta in zip(changes, self._theta, strict=True):
             torch.sub(theta, change, out=change)
-        self._average()
+        self._average(changes)
         for change, theta, velocity in zip(changes, self._theta, self._velocity, strict=True):
             velocity.mul_(self._momentum).add_(change)
             theta.sub_(change.add_(velocity, alpha=self._momentum), alpha=self._lr)
             change.copy_(theta)
         self._weights.write(self._flats)
 
-    def _average(self) -> None:
-        if self._means:
-            for mean, flat in zip(self._means, self._flats, strict=True):
-                mean(as_real(flat))
-        else:
+    def _average(self, changes: Sequence[Tensor]) -> None:
+        if not self._means:
             for flat in self._flats:
                 self.process_group.all_reduce(flat, ReduceOp.MEAN)
+            return
+        for mean, change, flat in zip(self._means, changes, self._flats, strict=True):
+            mean(as_real(change))
+            buffers = flat[change.numel() :]  # whole values beside small changes: they would cost them their bits
+            if buffers.numel():
+                self.process_group.all_reduce(buffers, ReduceOp.MEAN)
 
     def state_dict(self) -> dict[str, Any]:
         return {

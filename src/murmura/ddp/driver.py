@@ -167,18 +167,25 @@ class Driver:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What another run needs to cut the same buckets."""
-        return {"order": [self.replica.names[index] for index in self._planned], "is_observed": self._is_ordered}
+        """What another run needs to cut the same buckets, in this round and the next."""
+        names = self.replica.names
+        return {
+            "order": [names[index] for index in self._planned],
+            "observed": None if self._observed is None else [names[index] for index in self._observed],
+            "is_ordered": self._is_ordered,
+        }
 
     def adopt_plan(self, plan: Mapping[str, Any]) -> None:
         """Cut the buckets as a run did that this one resumes."""
-        order = [self.replica.names.index(name) for name in plan["order"]]
+        place = {name: index for index, name in enumerate(self.replica.names)}
+        order = [place.get(name, -1) for name in plan["order"]]
         if sorted(order) != sorted(self._planned):
             raise ConfigError(
                 "this state was saved with other parameters trainable than are here. Freeze the same ones before "
                 "you load it."
             )
-        self._is_ordered = plan["is_observed"]
+        self._observed = None if plan["observed"] is None else [place[name] for name in plan["observed"]]
+        self._is_ordered = plan["is_ordered"]
         if order != self._planned:
             self._planned, self.replica.buckets = order, []
             self._revise_plan()
