@@ -140,7 +140,8 @@ class DDP(nn.Module):
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Take over parameters and buffers of `root`, in place: optimizers built before stay valid."""
-        broadcast_together(self._replica.transport, [*self._replica.parameters, *self._replica.all_buffers], root)
+        tensors = [*self._replica.parameters, *self._replica.all_buffers]
+        broadcast_together(self._replica.transport, tensors, root, rarely=True)
 
     def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Iterate uneven data: a rank out of it replays its last batch with weight 0 until all are done.

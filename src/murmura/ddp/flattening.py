@@ -18,10 +18,16 @@ def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 @torch.no_grad()
-def broadcast_together(transport: Transport, tensors: Sequence[Tensor], src: int) -> None:
-    """Overwrite `tensors` with those of rank `src`, in place, with one broadcast for each dtype and device."""
+def broadcast_together(transport: Transport, tensors: Sequence[Tensor], src: int, *, rarely: bool = False) -> None:
+    """Overwrite `tensors` with those of rank `src`, in place, with one broadcast for each dtype and device.
+
+    What is sent `rarely` goes through memory that is given back afterwards: slower than a staging area, but that the
+    transport would keep.
+    """
     for group in _by_kind(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        numel = sum(tensor.numel() for tensor in group)
+        memory = transport.allocate(numel, group[0].dtype, group[0].device) if rarely else None
+        flat = torch.cat([tensor.reshape(-1) for tensor in group], out=memory)
         transport.broadcast(flat, src)
         for tensor, part in zip(group, torch.split(flat, [tensor.numel() for tensor in group]), strict=True):
             tensor.copy_(part.view(tensor.shape))
