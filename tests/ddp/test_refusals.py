@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -54,6 +56,37 @@ def test_a_gradient_with_a_graph_is_refused_by_name() -> None:
         assert isinstance(error, UsageError)
         assert "the gradient of 'weight' has a graph of its own" in str(error)
         assert "torch.autograd.grad" in str(error)
+
+
+def replace(model: nn.Module) -> None:
+    model[1] = weight()
+
+
+def add(model: nn.Module) -> None:
+    model.append(weight())
+
+
+def remove(model: nn.Module) -> None:
+    del model[1]
+
+
+@pytest.mark.parametrize(("change", "name"), [(replace, "1.weight"), (add, "2.weight"), (remove, "1.weight")])
+def test_other_parameters_than_those_wrapped_are_found_when_verifying(
+    change: Callable[[nn.Module], None], name: str
+) -> None:
+    """The wrapper does not see their gradients, so that they would drift apart."""
+
+    def run(transport: Transport) -> None:
+        ddp = DDP(nn.Sequential(weight(), weight()), transport, verify_every=2)
+        backward(ddp, 1)
+        ddp.verify_in_sync()
+        change(ddp.module)
+        for _ in range(3):
+            backward(ddp, 1)
+
+    for error in errors_on(run, 2):
+        assert isinstance(error, UsageError)
+        assert f"{name!r} was replaced, added or removed after wrapping" in str(error)
 
 
 def penalised(model: nn.Module, rank: int) -> Tensor:

@@ -307,6 +307,7 @@ class Driver:
 
     def verify(self) -> None:
         """Raise `ReplicaDivergence` unless all ranks hold the same parameters."""
+        self.replica.check_same_parameters()
         agreement.check_same_values(self.channel, self.replica.names, self.replica.parameters)
 
     def _refuse_unfinished(self, what: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from murmura.buckets import Bucket
-from murmura.errors import ConfigError
+from murmura.errors import ConfigError, UsageError
 from murmura.transports.base import Transport
 
 
@@ -28,6 +28,7 @@ class ModelReplica:
                 "Take names from module.named_parameters() and module.named_buffers()."
             )
         self._module = module
+        self._ignored = frozenset(ignore)
         self._keeps_buffers = keeps_buffers
         self.transport = transport
         self.round = 0
@@ -68,6 +69,18 @@ class ModelReplica:
             for name, b in zip(self.buffer_names, self.all_buffers, strict=True)
         ]
         return lines
+
+    def check_same_parameters(self) -> None:
+        """Raise `UsageError` if the module has other parameters by now than those that are kept together."""
+        now = {name: p for name, p in self._module.named_parameters() if name not in self._ignored}
+        wrapped = dict(zip(self.names, self.parameters, strict=True))
+        for name in {**wrapped, **now}:
+            if now.get(name) is not wrapped.get(name):
+                raise UsageError(
+                    f"rank {self.transport.rank}: {name!r} was replaced, added or removed after wrapping, so the "
+                    "replicas' parameters of that name are not kept together. Wrap the model again: "
+                    "DDP(ddp.into_inner(), ...)."
+                )
 
     def trainable(self) -> list[int]:
         """The indices of the parameters that want a gradient now."""
