@@ -16,6 +16,8 @@ from murmura.algorithms import (
     AggregateGradients,
     Algorithm,
     AlgorithmImpl,
+    AsyncModelAverageAlgorithm,
+    AsyncModelAverageAlgorithmImpl,
     ByteGradAlgorithm,
     ByteGradAlgorithmImpl,
     DecentralizedAlgorithm,
@@ -29,12 +31,10 @@ from murmura.algorithms import (
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
     Phased,
+    QAdamAlgorithm,
+    QAdamAlgorithmImpl,
+    QAdamOptimizer,
 )
-from murmura.algorithms import AsyncModelAverageAlgorithm as AsyncModelAverageAlgorithm
-from murmura.algorithms import AsyncModelAverageAlgorithmImpl as AsyncModelAverageAlgorithmImpl
-from murmura.algorithms import QAdamAlgorithm as QAdamAlgorithm
-from murmura.algorithms import QAdamAlgorithmImpl as QAdamAlgorithmImpl
-from murmura.algorithms import QAdamOptimizer as QAdamOptimizer
 from murmura.compressors import Cast, Compressor, ErrorFeedback, MinMaxUInt8
 from murmura.config import DistributedConfig, DistributedTrainConfig
 from murmura.ddp import DDP, seed_everything
@@ -71,6 +71,8 @@ __all__ = [
     "Algorithm",
     "AlgorithmImpl",
     "AllReduceAggregator",
+    "AsyncModelAverageAlgorithm",
+    "AsyncModelAverageAlgorithmImpl",
     "ByteGradAlgorithm",
     "ByteGradAlgorithmImpl",
     "Cast",
@@ -104,6 +106,9 @@ __all__ = [
     "PeerTimeout",
     "Phased",
     "ProcessGroupTransport",
+    "QAdamAlgorithm",
+    "QAdamAlgorithmImpl",
+    "QAdamOptimizer",
     "ReduceOp",
     "RendezvousError",
     "ReplicaDivergence",

@@ -77,7 +77,13 @@ class PeerTimeout(TransportError, TimeoutError):
 
 
 class PeerLost(TransportError, ConnectionError):
-    """A peer died, left the world, or failed in its own program."""
+    """A peer died, left the world, or failed in its own program.
+
+    Attributes:
+        left: whether it closed its transport in good order, so that nothing has failed.
+    """
+
+    left = False
 
 
 class TransportClosed(TransportError):

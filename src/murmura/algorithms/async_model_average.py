@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from murmura.algorithms.base import Algorithm, AlgorithmImpl
-from murmura.errors import not_built
-from murmura.types import Exchanges
+from murmura.algorithms.averaging_loop import AveragingLoop
+from murmura.algorithms.background import Background, Handover
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
+from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.weights import FlatWeights
+from murmura.buckets import Bucket
+from murmura.errors import ConfigError
+from murmura.types import Exchanges, ReduceOp
 
 if TYPE_CHECKING:
     from murmura.transports.base import Transport
 
 
-@dataclass(frozen=True)
-class AsyncModelAverageAlgorithm(Algorithm):
-    """Adds mean - snapshot at a round's boundary, every so many milliseconds.
-
-    `sync_interval_rounds` counts rounds instead of the clock, which makes a run deterministic.
-    """
-
-    sync_interval_ms: int = 500
-    sync_interval_rounds: int | None = field(default=None, kw_only=True)
-    warmup_rounds: int = field(default=0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        not_built("murmura.AsyncModelAverageAlgorithm")
-
-
 class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
-    """The running state of `AsyncModelAverageAlgorithm` for one model."""
+    """The running state of `AsyncModelAverageAlgorithm` for one model.
 
-    exchanges = Exchanges.WEIGHTS
+    At the boundary of a round the weights are copied; mean - copy is computed beside training and added at a later
+    boundary, so what training did in between is kept, and no weight is ever torn.
+    """
 
     def __init__(
         self,
@@ -41,12 +33,103 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         sync_interval_rounds: int | None = None,
         warmup_rounds: int = 0,
     ) -> None:
-        not_built("murmura.AsyncModelAverageAlgorithmImpl")
+        super().__init__(process_group)
+        _check(sync_interval_ms, sync_interval_rounds, warmup_rounds)
+        self._interval = sync_interval_ms / 1000
+        self._interval_rounds = sync_interval_rounds
+        self._warmup_rounds = warmup_rounds
+        self._channel = process_group.channel("average")
+        self._background = Background(f"{self._channel.name}-rank{self._channel.rank}")
+        self._replica: Replica | None = None
+        self._under_way: Handover | None = None
+        self._is_running: bool | None = None  # None until the first round that averages weights
+
+    @property
+    def exchanges(self) -> Exchanges:  # type: ignore[override]  # changes when the warm-up ends
+        return Exchanges.GRADIENTS if self._round < self._warmup_rounds else Exchanges.WEIGHTS
+
+    @property
+    def _round(self) -> int:
+        return 0 if self._replica is None else self._replica.round
+
+    def setup(self, replica: Replica) -> None:
+        self._replica = replica
+        self._weights = FlatWeights(replica)
+        self._snapshot = self._weights.allocate(self._channel)
+        self._correction = self._weights.allocate(self._channel)
+        self._loop = AveragingLoop(self._channel, self._snapshot, self._correction, self._interval)
+
+    def on_bucket_ready(self, bucket: Bucket) -> None:
+        self.process_group.all_reduce(bucket.flat, ReduceOp.MEAN)
+
+    def before_forward(self) -> None:
+        if self.exchanges is Exchanges.GRADIENTS or self._channel.world_size == 1:
+            return
+        if self._is_running is None:
+            self.resume()
+        if self._interval_rounds is None:
+            self._loop.boundary(self._weights.read, self._weights.add)
+        elif self._is_running and self._round % self._interval_rounds == 0:
+            self._weights.read(self._snapshot)
+            what = f"the average of round {self._round}"
+            self._under_way = self._background.start(what, [*self._snapshot, *self._correction], self._average)
+
+    def settle(self) -> None:
+        if self._under_way is not None:
+            under_way, self._under_way = self._under_way, None
+            under_way.take_back()
+            self._weights.add(self._correction)
+
+    def _average(self) -> None:
+        for snapshot, correction in zip(self._snapshot, self._correction, strict=True):
+            correction.copy_(snapshot)
+            self._channel.all_reduce(correction, ReduceOp.MEAN)
+            correction.sub_(snapshot)
 
     def abort(self) -> None:
-        """Stop averaging on all ranks until `resume`."""
-        not_built("murmura.AsyncModelAverageAlgorithmImpl.abort")
+        """Stop averaging on all ranks until `resume`; a correction on its way is still added. Idempotent.
+
+        By the clock, the first rank that aborts stops all, and the others may train on; counted in rounds, all ranks
+        abort before the same round.
+        """
+        self._is_running = False
+        self._loop.stop()
 
     def resume(self) -> None:
-        """Go on averaging after `abort`."""
-        not_built("murmura.AsyncModelAverageAlgorithmImpl.resume")
+        """Go on averaging, once every rank has called; nothing happens where it goes on already."""
+        self._is_running = True
+        if self._interval_rounds is None and self._channel.world_size > 1:
+            self._loop.start()
+
+    def close(self) -> None:
+        if self._replica is not None:
+            self._loop.stop()
+        self._channel.close()
+        self._background.close()
+
+
+@dataclass(frozen=True)
+class AsyncModelAverageAlgorithm(Algorithm):
+    """Averages the weights beside training, every `sync_interval_ms`; ranks may take unequal numbers of steps.
+
+    `sync_interval_rounds=k` counts rounds instead of the clock, which makes a run deterministic and wants equal
+    numbers of steps: weights are copied before round t when t % k = 0, and corrected before round t + 1. In the first
+    `warmup_rounds` gradients are averaged instead.
+    """
+
+    impl: ClassVar[type[AlgorithmImpl]] = AsyncModelAverageAlgorithmImpl
+
+    sync_interval_ms: int = 500
+    sync_interval_rounds: int | None = field(default=None, kw_only=True)
+    warmup_rounds: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check(self.sync_interval_ms, self.sync_interval_rounds, self.warmup_rounds)
+
+
+def _check(sync_interval_ms: int, sync_interval_rounds: int | None, warmup_rounds: int) -> None:
+    at_least_one(sync_interval_ms=sync_interval_ms)
+    if sync_interval_rounds is not None:
+        at_least_one(sync_interval_rounds=sync_interval_rounds)
+    if warmup_rounds < 0:
+        raise ConfigError(f"warmup_rounds={warmup_rounds} must be at least 0.")

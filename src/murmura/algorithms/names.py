@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from murmura.algorithms.async_model_average import AsyncModelAverageAlgorithm
 from murmura.algorithms.base import Algorithm
 from murmura.algorithms.bytegrad import ByteGradAlgorithm
 from murmura.algorithms.decentralized import DecentralizedAlgorithm
@@ -11,6 +12,7 @@ from murmura.algorithms.diloco import DiLoCoAlgorithm
 from murmura.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from murmura.algorithms.local_sgd import LocalSGDAlgorithm
 from murmura.algorithms.low_precision_decentralized import LowPrecisionDecentralizedAlgorithm
+from murmura.algorithms.qadam import QAdamAlgorithm
 from murmura.errors import ConfigError
 from murmura.types import PeerSelection
 
@@ -23,6 +25,8 @@ _BY_NAME: dict[str, Callable[[], Algorithm]] = {
     "decentralized": DecentralizedAlgorithm,
     "shift_one": lambda: DecentralizedAlgorithm(peer_selection_mode=PeerSelection.SHIFT_ONE),
     "low_precision_decentralized": LowPrecisionDecentralizedAlgorithm,
+    "qadam": QAdamAlgorithm,
+    "async": AsyncModelAverageAlgorithm,
     "local_sgd": lambda: LocalSGDAlgorithm(LOCAL_STEPS),
     "diloco": lambda: DiLoCoAlgorithm(LOCAL_STEPS),
 }

@@ -1,36 +1,167 @@
-"""Adam whose momenta travel in eight bits after a warm-up on gradients."""
+"""Adam whose first moments travel in eight bits after a warm-up on gradients (Bagua's QAdam; arXiv 2102.02888)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from murmura.algorithms.base import Algorithm, AlgorithmImpl
-from murmura.errors import not_built
-from murmura.types import Exchanges
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
+from murmura.algorithms.compressed import CompressedMean
+from murmura.algorithms.hierarchy import Hierarchy
+from murmura.algorithms.qadam_optimizer import QAdamOptimizer
+from murmura.algorithms.weights import as_real
+from murmura.buckets import Bucket
+from murmura.compressors import MinMaxUInt8
+from murmura.errors import ConfigError, UsageError
+from murmura.types import Exchanges, ReduceOp
 
 if TYPE_CHECKING:
-    from murmura.algorithms.qadam_optimizer import QAdamOptimizer
     from murmura.transports.base import Transport
 
 
-@dataclass(frozen=True)
-class QAdamAlgorithm(Algorithm):
-    """Serves the one model of `optimizer`; None finds the QAdamOptimizer at its first step."""
-
-    optimizer: QAdamOptimizer | None = None
-    hierarchical: bool = True
-
-    def __post_init__(self) -> None:
-        not_built("murmura.QAdamAlgorithm")
-
-
 class QAdamAlgorithmImpl(AlgorithmImpl):
-    """The running state of `QAdamAlgorithm` for one model."""
+    """The running state of `QAdamAlgorithm` for one model.
 
-    exchanges = Exchanges.MOMENTA
+    In the warm-up gradients are averaged during backward. After it they stay local: before the optimizer steps, each
+    rank takes its gradient into its first moment m, and m becomes Q(mean Q(m)), the same bits on all ranks. A tail of
+    flags travels before, raw: which parameters any rank used, and whether a GradScaler found an infinity; then all
+    ranks skip the step together.
+    """
 
     def __init__(
         self, process_group: Transport, optimizer: QAdamOptimizer | None = None, hierarchical: bool = True
     ) -> None:
-        not_built("murmura.QAdamAlgorithmImpl")
+        super().__init__(process_group)
+        self._hierarchy = Hierarchy(process_group, hierarchical)
+        self._optimizer = optimizer
+        self._was_warm = False  # as long as the optimizer is not known
+        self._flats: list[Tensor] = []
+        self._means: list[CompressedMean] = []
+
+    @property
+    def exchanges(self) -> Exchanges:  # type: ignore[override]  # changes when the warm-up ends
+        is_warm = self._was_warm if self._optimizer is None else self._optimizer.is_warm
+        return Exchanges.MOMENTA if is_warm else Exchanges.GRADIENTS
+
+    def setup(self, replica: Replica) -> None:
+        self._replica = replica
+        known = [each for each in replica.optimizers if isinstance(each, QAdamOptimizer)]
+        if self._optimizer is None and known:
+            self._optimizer = known[0]
+        if self._optimizer is not None:
+            self._check_covers(self._optimizer)
+
+    def on_bucket_ready(self, bucket: Bucket) -> None:
+        self._hierarchy.reduce(bucket.flat, ReduceOp.MEAN)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, QAdamOptimizer):
+            raise UsageError(
+                f"QAdamAlgorithm works with murmura.QAdamOptimizer, and {type(optimizer).__name__} is about to step. "
+                "Build the optimizer as QAdamOptimizer(model.parameters(), lr=...)."
+            )
+        if self._optimizer is None:
+            self._check_covers(optimizer)
+            self._optimizer = optimizer
+        if optimizer is self._optimizer and optimizer.is_warm and self.process_group.world_size > 1:
+            self._average_moments(optimizer)
+
+    @torch.no_grad()
+    def _average_moments(self, optimizer: QAdamOptimizer) -> None:
+        parameters = self._parameters()
+        found_infinity = self._settle_flags(optimizer, parameters)
+        if found_infinity:
+            optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]  # GradScaler's own way to say it
+            return
+        optimizer.fold_gradients()
+        moments = [optimizer.first_moment(each) for each in parameters]
+        self._prepare(parameters)
+        parts = _parts(self._flats, parameters)
+        for moment, part in zip(moments, parts, strict=True):
+            part.copy_(moment)
+        for index, flat in enumerate(self._flats):
+            self._hierarchy.reduce_inside(flat, ReduceOp.MEAN)
+            if self._means:
+                self._means[index](as_real(flat))
+            self._hierarchy.spread(flat)
+        for parameter, moment, part in zip(parameters, moments, parts, strict=True):
+            if parameter.grad is not None:
+                moment.copy_(part)
+
+    def _settle_flags(self, optimizer: QAdamOptimizer, parameters: list[nn.Parameter]) -> bool:
+        """Give parameters that other ranks used a gradient of zeros; return whether any rank found an infinity."""
+        used = [parameter.grad is not None for parameter in parameters]
+        flags = torch.tensor([*used, optimizer.found_infinity()], dtype=torch.float32)
+        flags = flags.to(parameters[0].device)  # some process groups reach no other memory
+        self.process_group.all_reduce(flags, ReduceOp.MAX)
+        *used_anywhere, found_infinity = flags.tolist()
+        for parameter, is_used in zip(parameters, used_anywhere, strict=True):
+            if is_used and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return bool(found_infinity)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Those that were trainable when the warm-up ended, one kind after another."""
+        return sorted(
+            (each for each in self._replica.parameters if each.requires_grad),
+            key=lambda each: (str(each.dtype), str(each.device)),
+        )
+
+    def _prepare(self, parameters: list[nn.Parameter]) -> None:
+        """Flats for the moments, one for each dtype and device, and what averages them between hosts."""
+        numels: dict[tuple[torch.dtype, torch.device], int] = {}
+        for each in parameters:
+            numels[each.dtype, each.device] = numels.get((each.dtype, each.device), 0) + each.numel()
+        if [flat.numel() for flat in self._flats] == list(numels.values()):
+            return
+        leaders = self._hierarchy.leaders
+        self._flats = [self.process_group.allocate(numel, dtype, device) for (dtype, device), numel in numels.items()]
+        self._means = []
+        if leaders is not None:
+            self._means = [
+                CompressedMean(leaders, as_real(flat), MinMaxUInt8(), shares=self._hierarchy.shares)
+                for flat in self._flats
+            ]
+
+    def _check_covers(self, optimizer: QAdamOptimizer) -> None:
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for name, parameter in zip(self._replica.names, self._replica.parameters, strict=True):
+            if parameter.requires_grad and id(parameter) not in held:
+                raise ConfigError(
+                    f"the QAdamOptimizer does not hold parameter {name!r} of the model, so its moments cannot be "
+                    "averaged. Give it all parameters of one model, or name that one in DDP(ignore=...)."
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"is_warm": self.exchanges is Exchanges.MOMENTA}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._was_warm = state["is_warm"]
+
+
+def _parts(flats: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Where in `flats` the moment of each of `parameters`, sorted by kind, lies."""
+    parts: list[Tensor] = []
+    for flat in flats:
+        members = [each for each in parameters if each.dtype == flat.dtype and each.device == flat.device]
+        pieces = torch.split(flat, [each.numel() for each in members])
+        parts += [piece.view(each.shape) for piece, each in zip(pieces, members, strict=True)]
+    return parts
+
+
+@dataclass(frozen=True)
+class QAdamAlgorithm(Algorithm):
+    """Averages gradients while a QAdamOptimizer warms up, and its first moments in eight bits from then on.
+
+    With an explicit `optimizer` it serves that one's model; None finds the QAdamOptimizer at its first step.
+    """
+
+    impl: ClassVar[type[AlgorithmImpl]] = QAdamAlgorithmImpl
+
+    optimizer: QAdamOptimizer | None = None
+    hierarchical: bool = True

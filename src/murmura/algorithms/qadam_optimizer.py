@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.adam import adam
 
-from murmura.errors import not_built
+from murmura.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 
 class QAdamOptimizer(Optimizer):
-    """Adam for `warmup_steps` steps; then the second moment is frozen and the first averaged in 8 bits."""
+    """Adam for `warmup_steps` steps; from then on the second moment and its bias correction stay as they are.
+
+    After the warm-up a step moves along the first moment m alone, so that ranks which average m stay together. Alone,
+    without QAdamAlgorithm, it is the same optimizer in a world of one. A GradScaler may drive it.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler then calls step() always, and says in `found_inf` what it found
 
     def __init__(
         self,
@@ -24,4 +34,117 @@ class QAdamOptimizer(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        not_built("murmura.QAdamOptimizer")
+        faults = []
+        if not lr >= 0 or not eps > 0 or not weight_decay >= 0:
+            faults.append(f"lr={lr} and weight_decay={weight_decay} must be at least 0, eps={eps} above 0.")
+        if not all(0 <= beta < 1 for beta in betas):
+            faults.append(f"betas={betas} must be from 0 up to below 1.")
+        if warmup_steps < 1:
+            faults.append(f"warmup_steps={warmup_steps} must be at least 1: the second moment is measured there.")
+        if faults:
+            raise ConfigError("\n".join(faults))
+        choices = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**choices, "warmup_steps": warmup_steps, "num_steps": 0})
+        self._folded = False
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the warm-up is over."""
+        group = self.param_groups[0]
+        return bool(group["num_steps"] >= group["warmup_steps"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step on the gradients; nothing happens if GradScaler found an infinity among them."""
+        if closure is not None:
+            raise UsageError("QAdamOptimizer.step() takes no closure: compute the gradients, then call step().")
+        if self.found_infinity():
+            self._folded = False
+            return
+        if self.is_warm:
+            self.fold_gradients()
+            self._folded = False
+            self._move()
+        else:
+            self._adam()
+        for group in self.param_groups:
+            group["num_steps"] += 1
+
+    @torch.no_grad()
+    def fold_gradients(self) -> None:
+        """After the warm-up: take the gradients into the first moments, once for each step."""
+        if self._folded:
+            return
+        self._folded = True
+        for group, parameter, gradient in self._gradients():
+            state = self._state_of(parameter)
+            if state["second_moment_steps"] == 0:
+                raise UsageError(
+                    f"a parameter of shape {tuple(parameter.shape)} got its first gradient after the warm-up of "
+                    f"{group['warmup_steps']} steps, so its second moment was never measured. Raise warmup_steps."
+                )
+            if group["weight_decay"]:
+                gradient = gradient.add(parameter, alpha=group["weight_decay"])
+            state["exp_avg"].lerp_(gradient, 1 - group["betas"][0])
+
+    def first_moment(self, parameter: Tensor) -> Tensor:
+        """m of `parameter`: the state itself, not a copy."""
+        moment: Tensor = self._state_of(parameter)["exp_avg"]
+        return moment
+
+    def found_infinity(self) -> bool:
+        """Whether GradScaler found an infinity or a NaN in the gradients of the step under way."""
+        found = getattr(self, "found_inf", None)
+        return found is not None and bool(found)
+
+    def _gradients(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
+        """Each group with its parameters that have a gradient, and these as GradScaler means them."""
+        scale = getattr(self, "grad_scale", None)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    yield group, parameter, parameter.grad if scale is None else parameter.grad / scale
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["second_moment_steps"] = 0
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+    def _adam(self) -> None:
+        """torch's own Adam, to the bit."""
+        for group in self.param_groups:
+            pairs = [(parameter, gradient) for each, parameter, gradient in self._gradients() if each is group]
+            states = [self._state_of(parameter) for parameter, _ in pairs]
+            for state in states:
+                state["second_moment_steps"] += 1
+            adam(
+                [parameter for parameter, _ in pairs],
+                [gradient for _, gradient in pairs],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                has_complex=any(parameter.is_complex() for parameter, _ in pairs),
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+    def _move(self) -> None:
+        """x ← x - lr m / (1 - β1^k) / (sqrt(v / (1 - β2^W)) + ε), for the parameters that have a gradient."""
+        for group, parameter, _ in self._gradients():
+            state = self.state[parameter]
+            beta1, beta2 = group["betas"]
+            state["step"] += 1
+            correction1 = 1 - beta1 ** state["step"].item()
+            correction2 = 1 - beta2 ** state["second_moment_steps"]
+            denominator = (state["exp_avg_sq"].sqrt() / correction2**0.5).add_(group["eps"])
+            parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / correction1)

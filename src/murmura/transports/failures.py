@@ -91,7 +91,9 @@ class Departure:
         if self.kind == "mismatch":
             return mismatch(rank, operation, {int(each): call for each, call in self.calls.items()})
         if self.culprit is None or self.culprit == rank:
-            return peer_lost(rank, peer, operation, self.story)
+            lost = peer_lost(rank, peer, operation, self.story)
+            lost.left = self.kind == "left"
+            return lost
         if self.kind == "timeout":
             return peer_timeout(rank, [self.culprit], operation, 0.0, f"Rank {peer} gave up on it first.")
         return peer_lost(rank, self.culprit, operation, f"was lost to rank {peer} before, which {self.story}")

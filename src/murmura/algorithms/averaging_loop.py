@@ -1,0 +1,161 @@
+"""Averages weights by the clock, in a thread of its own, and never stands in training's way."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from murmura.errors import MurmuraError, PeerLost, TransportClosed
+from murmura.transports.base import Transport
+from murmura.types import ReduceOp
+
+log = logging.getLogger("murmura")
+
+TICK_SECONDS = 0.05
+GRACE_SECONDS = 5.0
+"""How long a rank that stops waits for the others' votes before it leaves all the same."""
+
+
+class _Turn(enum.Enum):
+    """Whose turn it is with the flats; only that side moves on, so neither needs a lock."""
+
+    PAUSE = "the thread's: wait for the interval to pass"
+    SNAPSHOT = "training's: copy the weights at the next boundary of a round"
+    AVERAGE = "the thread's: average as soon as every rank has a snapshot"
+    CORRECTION = "training's: add mean - snapshot at the next boundary of a round"
+
+
+class AveragingLoop:
+    """Between `start` and `stop`, computes mean - snapshot every `interval` seconds.
+
+    The ranks vote at short intervals: they average when all have a snapshot, and stop when any of them does. So a rank
+    that pauses or ends holds nobody up. `snapshot` and `correction` are flats that the side whose turn it is may use.
+    """
+
+    def __init__(
+        self, channel: Transport, snapshot: Sequence[Tensor], correction: Sequence[Tensor], interval: float
+    ) -> None:
+        self._channel = channel
+        self._device = snapshot[0].device if snapshot else torch.device("cpu")
+        self._snapshot = snapshot
+        self._correction = correction
+        self._interval = interval
+        self._turn = _Turn.PAUSE
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._at_exit: weakref.finalize[..., AveragingLoop] | None = None
+
+    def start(self) -> None:
+        """Go on averaging; nothing happens if it goes on already."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._stopping.clear()
+        if self._turn is not _Turn.CORRECTION:
+            self._turn = _Turn.PAUSE
+        reference = weakref.ref(self)
+        name = f"murmura-{self._channel.name}-rank{self._channel.rank}"
+        args = (reference, self._channel, self._device)
+        self._thread = threading.Thread(target=_serve, args=args, name=name, daemon=True)
+        if self._at_exit is not None:
+            self._at_exit.detach()
+        # The thread is a daemon: a program that ends without `stop` stops here, while threads still run.
+        self._at_exit = weakref.finalize(self, _end, self._stopping, self._thread, self._channel)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let all ranks stop after the next vote, and wait for it; idempotent. A correction on its way stays."""
+        if self._thread is not None:
+            _end(self._stopping, self._thread, self._channel)
+
+    def boundary(self, read: Callable[[Sequence[Tensor]], None], add: Callable[[Sequence[Tensor]], None]) -> None:
+        """Training is between two rounds: `add` what has come to the weights, and `read` them if that is wanted."""
+        if self._error is not None:
+            raise self._error
+        if self._turn is _Turn.CORRECTION:
+            add(self._correction)
+            self._turn = _Turn.PAUSE
+        if self._turn is _Turn.SNAPSHOT:
+            read(self._snapshot)
+            _synchronize(self._snapshot)
+            self._turn = _Turn.AVERAGE
+
+    def vote(self, last: float) -> float | None:
+        """One turn of the thread, given the time of the last average; returns that of the newest, or None to end."""
+        if self._turn is _Turn.PAUSE and time.monotonic() - last >= self._interval:
+            self._turn = _Turn.SNAPSHOT
+        all_ready, all_go_on = _vote(
+            self._channel, self._device, self._turn is _Turn.AVERAGE, not self._stopping.is_set()
+        )
+        if not all_go_on:
+            return None
+        if not all_ready:
+            return last
+        for snapshot, correction in zip(self._snapshot, self._correction, strict=True):
+            correction.copy_(snapshot)
+            self._channel.all_reduce(correction, ReduceOp.MEAN)
+            correction.sub_(snapshot)
+        _synchronize(self._correction)
+        self._turn = _Turn.CORRECTION
+        return time.monotonic()
+
+    def wait(self) -> None:
+        """Let a tick pass, or less if the loop is to stop."""
+        self._stopping.wait(min(self._interval, TICK_SECONDS))
+
+    def fail(self, error: BaseException) -> None:
+        """The thread ended with `error`: training shall hear of it, unless it only means that a rank has left."""
+        if isinstance(error, TransportClosed) or (isinstance(error, PeerLost) and error.left):
+            log.info("averaging has ended: %s", error)
+        else:
+            self._error = error
+
+
+def _serve(reference: weakref.ref[AveragingLoop], channel: Transport, device: torch.device) -> None:
+    """The thread: holds the loop only while it votes, so that a model that is dropped takes its loop along."""
+    last: float | None = time.monotonic()
+    while last is not None:
+        loop = reference()
+        if loop is None:
+            with contextlib.suppress(MurmuraError):
+                _vote(channel, device, ready=False, going_on=False)
+            return
+        loop.wait()
+        try:
+            with torch.no_grad():
+                last = loop.vote(last)
+        except BaseException as error:  # carried to the training thread
+            loop.fail(error)
+            return
+        del loop
+
+
+def _vote(channel: Transport, device: torch.device, ready: bool, going_on: bool) -> tuple[bool, bool]:
+    """Whether all ranks are ready, and whether all go on."""
+    votes = torch.tensor([ready, going_on], dtype=torch.int32).to(device)  # some process groups reach no other memory
+    channel.all_reduce(votes, ReduceOp.MIN)
+    all_ready, all_go_on = votes.tolist()
+    return bool(all_ready), bool(all_go_on)
+
+
+def _end(stopping: threading.Event, thread: threading.Thread, channel: Transport) -> None:
+    stopping.set()
+    if thread is threading.current_thread():
+        return
+    thread.join(min(GRACE_SECONDS, channel.timeout))
+    if thread.is_alive():  # the others do not vote: they are stuck or gone
+        channel.close()
+        thread.join()
+
+
+def _synchronize(flats: Sequence[Tensor]) -> None:
+    for device in {flat.device for flat in flats if flat.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
