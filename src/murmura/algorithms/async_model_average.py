@@ -25,6 +25,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     boundary, so what training did in between is kept, and no weight is ever torn.
     """
 
+    works_alone = False
+
     def __init__(
         self,
         process_group: Transport,
@@ -79,6 +81,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             under_way, self._under_way = self._under_way, None
             under_way.take_back()
             self._weights.add(self._correction)
+        self._loop.correct(self._weights.add)
 
     def _average(self) -> None:
         for snapshot, correction in zip(self._snapshot, self._correction, strict=True):
@@ -87,13 +90,15 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             correction.sub_(snapshot)
 
     def abort(self) -> None:
-        """Stop averaging on all ranks until `resume`; a correction on its way is still added. Idempotent.
+        """Stop averaging on all ranks until `resume`; between rounds. Idempotent.
 
+        What has been averaged is added to the weights, here as on the other ranks: a part of it would move their mean.
         By the clock, the first rank that aborts stops all, and the others may train on; counted in rounds, all ranks
         abort before the same round.
         """
         self._is_running = False
         self._loop.stop()
+        self.settle()
 
     def resume(self) -> None:
         """Go on averaging, once every rank has called; nothing happens where it goes on already."""
@@ -104,6 +109,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def close(self) -> None:
         if self._replica is not None:
             self._loop.stop()
+            self._loop.correct(self._weights.add)
         self._channel.close()
         self._background.close()
 

@@ -80,13 +80,17 @@ class AveragingLoop:
         """Training is between two rounds: `add` what has come to the weights, and `read` them if that is wanted."""
         if self._error is not None:
             raise self._error
-        if self._turn is _Turn.CORRECTION:
-            add(self._correction)
-            self._turn = _Turn.PAUSE
+        self.correct(add)
         if self._turn is _Turn.SNAPSHOT:
             read(self._snapshot)
             _synchronize(self._snapshot)
             self._turn = _Turn.AVERAGE
+
+    def correct(self, add: Callable[[Sequence[Tensor]], None]) -> None:
+        """`add` what has come to the weights, if anything has."""
+        if self._turn is _Turn.CORRECTION:
+            add(self._correction)
+            self._turn = _Turn.PAUSE
 
     def vote(self, last: float) -> float | None:
         """One turn of the thread, given the time of the last average; returns that of the newest, or None to end."""
