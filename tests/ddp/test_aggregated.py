@@ -41,7 +41,7 @@ def train(transport: Transport, make: Make | None) -> Tensor:
         ddp(inputs + 1, use=[step % 3, (step + transport.rank) % 3]).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm=1.0)
         optimizer.step()
-    assert len(ddp._replica.buckets) > 1
+    assert len(ddp._replica.buckets) > 1 or transport.world_size == 1
     ddp.close()
     return weights_of(ddp.module)
 

@@ -16,8 +16,10 @@ from torch import nn
 from ddp.models import Heads, all_equal, backward, fill, number, on_ranks, values, weight
 from murmura import (
     DDP,
+    AggregateGradients,
     AlgorithmImpl,
     InProcessTransport,
+    LocalAggregator,
     MurmuraError,
     Transport,
     TransportClosed,
@@ -288,7 +290,7 @@ def test_a_dropped_wrapper_leaves_no_thread_and_a_plain_module() -> None:
 def test_a_dropped_wrapper_ends_its_thread_while_the_transport_lives() -> None:
     before = communication_threads()
     (transport,) = InProcessTransport.create_group(1)
-    ddp = DDP(weight(), transport)
+    ddp = DDP(weight(), transport, algorithm=AggregateGradients(LocalAggregator()))  # has work in a world of one too
     backward(ddp, 1)
     assert len(communication_threads() - before) == 1
     del ddp

@@ -98,7 +98,7 @@ class CountCopies(TorchDispatchMode):
 
 
 def test_a_gradient_is_copied_once_at_most() -> None:
-    """From the tensor that autograd made into the bucket; not at all where autograd adds to what is there."""
+    """From the tensor that autograd made into the bucket; not where autograd adds to what is there, nor alone."""
 
     def run(transport: Transport) -> list[int]:
         ddp = DDP(nn.Sequential(nn.Linear(7, 7, bias=False), nn.Linear(7, 7, bias=False)), transport)
@@ -110,7 +110,8 @@ def test_a_gradient_is_copied_once_at_most() -> None:
             seen.append(copies.by_numel[49])
         return seen
 
-    assert on_ranks(run, 1) == [[2, 2, 0]]
+    assert on_ranks(run, 2) == [[2, 2, 0]] * 2
+    assert on_ranks(run, 1) == [[0, 0, 0]]
 
 
 def lies_in_the_shared_segment(tensor: Tensor) -> bool:

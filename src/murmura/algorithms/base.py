@@ -68,6 +68,9 @@ class AlgorithmImpl:
     exchanges: Exchanges = Exchanges.GRADIENTS
     """May change from round to round. Gradients come in buckets; weights may differ between the replicas."""
 
+    works_alone = True
+    """Whether `on_bucket_ready` has something to do in a world of one; if not, gradients stay where they are there."""
+
     averages = True
     """Whether gradients come back as a mean, which uneven data then weights."""
 

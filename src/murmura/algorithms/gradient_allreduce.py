@@ -25,6 +25,7 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     """The running state of `GradientAllReduceAlgorithm` for one model."""
 
     exchanges = Exchanges.GRADIENTS
+    works_alone = False
 
     def __init__(
         self,

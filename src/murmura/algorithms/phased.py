@@ -32,6 +32,10 @@ class PhasedImpl(AlgorithmImpl):
         return self.running.exchanges
 
     @property
+    def works_alone(self) -> bool:  # type: ignore[override]
+        return self.running.works_alone
+
+    @property
     def averages(self) -> bool:  # type: ignore[override]
         return self.running.averages
 

@@ -33,6 +33,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     ranks skip the step together.
     """
 
+    works_alone = False
+
     def __init__(
         self, process_group: Transport, optimizer: QAdamOptimizer | None = None, hierarchical: bool = True
     ) -> None:

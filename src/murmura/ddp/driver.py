@@ -99,7 +99,9 @@ class Driver:
 
     @property
     def _exchanges_gradients(self) -> bool:
-        return self.algorithm.exchanges is Exchanges.GRADIENTS
+        algorithm = self.algorithm
+        alone = self.channel.world_size == 1 and not algorithm.works_alone
+        return algorithm.exchanges is Exchanges.GRADIENTS and not alone
 
     @property
     def _exchanges_weights(self) -> bool:
