@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,9 +58,9 @@ def no_steps(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.0)
 
 
-def standing_still() -> Task:
+def standing_still(dtype: torch.dtype = torch.float64) -> Task:
     """Optimizers that change nothing: what is seen is the algorithm alone."""
-    return Task(perceptron, no_steps, functools.partial(different_data, torch.float64))
+    return replace(regression(dtype=dtype), make_optimizer=no_steps)
 
 
 @torch.no_grad()

@@ -6,12 +6,12 @@ end to end; the default is one list of all parameters in their order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from oracles.algorithms.simulation import Lossy, Replicas, Rule, lossy_mean, mean, total
+from oracles.algorithms.simulation import Feedback, Lossy, Replicas, Rule, lossy_mean, mean, total
 
 Layout = Sequence[Sequence[str]]
 LayoutOf = Callable[[int], Layout]
@@ -45,11 +45,13 @@ def hand_out(models: Sequence[nn.Module], names: Sequence[str], flat: Tensor) ->
         start += everyone[0][name].numel()
 
 
-def exchanged(replicas: Replicas, flats: Sequence[Tensor], q: Lossy, hierarchical: bool) -> Tensor:
+def exchanged(
+    replicas: Replicas, flats: Sequence[Tensor], q: Lossy | Feedback, hierarchical: bool, subject: Hashable = None
+) -> Tensor:
     """q(mean q(g)): between ranks, or between the means of hosts, each weighted by its ranks."""
     teams = replicas.teams(hierarchical)
     means = [mean([flats[rank] for rank in team]) for team in teams]
-    return lossy_mean(means, q, [len(team) for team in teams])
+    return lossy_mean(means, q, [len(team) for team in teams], subject)
 
 
 class AllReduce(Rule):
@@ -60,7 +62,7 @@ class AllReduce(Rule):
     def __init__(
         self,
         average: bool = True,
-        q: Lossy | None = None,
+        q: Lossy | Feedback | None = None,
         hierarchical: bool = False,
         layout: LayoutOf | None = None,
     ) -> None:
@@ -70,7 +72,7 @@ class AllReduce(Rule):
         for names in layout_of(replicas.models, self.layout, replicas.round):
             flats = gathered(replicas.models, names)
             if self.q is not None:
-                result = exchanged(replicas, flats, self.q, self.hierarchical)
+                result = exchanged(replicas, flats, self.q, self.hierarchical, tuple(names))
                 assert self.average
             else:
                 result = mean(flats) if self.average else total(flats).to(flats[0].dtype)
@@ -80,7 +82,8 @@ class AllReduce(Rule):
 class QAdam(Rule):
     """Adam on the mean gradient for `warmup` steps; then the second moment rests and q(mean q(m)) is the first.
 
-    Step k counts from 1; the bias correction of v stays that of step `warmup`.
+    Steps of a parameter count from 1, those without a gradient on any rank left out; the bias correction of v stays
+    that of the warm-up's last. A step that one rank skips is skipped by all. Moments travel in the parameters' order.
     """
 
     takes_buffers_of_rank_0 = True
@@ -94,48 +97,55 @@ class QAdam(Rule):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         hierarchical: bool = False,
-        layout: LayoutOf | None = None,
     ) -> None:
         self.q, self.warmup, self.lr, self.betas, self.eps = q, warmup, lr, betas, eps
-        self.weight_decay, self.hierarchical, self.layout = weight_decay, hierarchical, layout
+        self.weight_decay, self.hierarchical = weight_decay, hierarchical
 
     def start(self, replicas: Replicas) -> None:
         zeros = {name: torch.zeros_like(p) for name, p in replicas.models[0].named_parameters()}
         self.first = [dict(zeros) for _ in range(replicas.size)]
         self.second = dict(zeros)
+        self.num_first, self.num_second = dict.fromkeys(zeros, 0), dict.fromkeys(zeros, 0)
+        self.num_steps = 0
 
     def after_backward(self, replicas: Replicas) -> None:
-        if replicas.round + 1 <= self.warmup:
-            AllReduce(layout=self.layout).after_backward(replicas)
+        if self.num_steps < self.warmup:
+            AllReduce().after_backward(replicas)
 
     def before_step(self, replicas: Replicas) -> None:
-        number = replicas.round + 1
-        beta1, beta2 = self.betas
-        for rank, model in enumerate(replicas.models):
-            for name, parameter in model.named_parameters():
-                assert parameter.grad is not None
-                gradient = parameter.grad + self.weight_decay * parameter
-                self.first[rank][name] = beta1 * self.first[rank][name] + (1 - beta1) * gradient
-                if number <= self.warmup and rank == 0:
-                    self.second[name] = beta2 * self.second[name] + (1 - beta2) * gradient * gradient
-        if number <= self.warmup:
+        if replicas.skipping:
             return
-        for names in layout_of(replicas.models, self.layout, replicas.round):
-            flats = [torch.cat([own[name].reshape(-1) for name in names]) for own in self.first]
+        beta1, beta2 = self.betas
+        everyone = [dict(model.named_parameters()) for model in replicas.models]
+        self.used = {name for name in self.second if any(each[name].grad is not None for each in everyone)}
+        for name in self.used:
+            for rank, parameters in enumerate(everyone):
+                parameter = parameters[name]
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradient = gradient + self.weight_decay * parameter
+                self.first[rank][name] = beta1 * self.first[rank][name] + (1 - beta1) * gradient
+            self.num_first[name] += 1
+            if self.num_steps < self.warmup:
+                self.second[name] = beta2 * self.second[name] + (1 - beta2) * gradient * gradient
+                self.num_second[name] += 1
+        if self.num_steps >= self.warmup:
+            flats = [torch.cat([moment.reshape(-1) for moment in own.values()]) for own in self.first]
             common = exchanged(replicas, flats, self.q, self.hierarchical)
             start = 0
-            for name in names:
-                shape = self.first[0][name].shape
-                part = common[start : start + shape.numel()].view(shape)
-                start += shape.numel()
+            for name, moment in self.second.items():
+                part = common[start : start + moment.numel()].view(moment.shape)
+                start += moment.numel()
                 for own in self.first:
-                    own[name] = part
+                    own[name] = part if name in self.used else own[name]
+        self.num_steps += 1
 
     def step(self, replicas: Replicas, rank: int) -> None:
-        number = replicas.round + 1
+        if replicas.skipping:
+            return
         beta1, beta2 = self.betas
+        parameters = dict(replicas.models[rank].named_parameters())
         with torch.no_grad():
-            for name, parameter in replicas.models[rank].named_parameters():
-                first = self.first[rank][name] / (1 - beta1**number)
-                second = self.second[name] / (1 - beta2 ** min(number, self.warmup))
-                parameter -= self.lr * first / (second.sqrt() + self.eps)
+            for name in self.used:
+                first = self.first[rank][name] / (1 - beta1 ** self.num_first[name])
+                second = self.second[name] / (1 - beta2 ** self.num_second[name])
+                parameters[name] -= self.lr * first / (second.sqrt() + self.eps)

@@ -7,7 +7,7 @@ parameters end to end and then its floating-point buffers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +77,10 @@ def set_flat(model: nn.Module, flat: Tensor) -> None:
 
 
 class Replicas:
-    """The models and optimizers of a simulated world; `round` is the number of the round under way."""
+    """The models and optimizers of a simulated world.
+
+    `round` is the number of the round under way, and `skipping` the ranks whose optimizer will not step in it.
+    """
 
     def __init__(self, task: Task, size: int, hosts: Sequence[int] | None) -> None:
         self.size = size
@@ -85,6 +88,7 @@ class Replicas:
         self.models = [task.make_model() for _ in range(size)]
         self.optimizers = [task.make_optimizer(model.parameters()) for model in self.models]
         self.round = 0
+        self.skipping: set[int] = set()
 
     def flats(self) -> list[Tensor]:
         """A copy of every rank's flat."""
@@ -149,6 +153,7 @@ def simulate(
     history = []
     for number in range(steps):
         replicas.round = number
+        replicas.skipping = {rank for rank in range(size) if (number, rank) in skips}
         if rule.takes_buffers_of_rank_0:
             for model in replicas.models[1:]:
                 for buffer, source in zip(model.buffers(), replicas.models[0].buffers(), strict=True):
@@ -165,7 +170,7 @@ def simulate(
         with torch.no_grad():
             rule.before_step(replicas)
         for rank in range(size):
-            if (number, rank) not in skips:
+            if rank not in replicas.skipping:
                 rule.step(replicas, rank)
         with torch.no_grad():
             rule.after_step(replicas)
@@ -221,12 +226,35 @@ def there_and_back(compressor: Any) -> Lossy:
     return roundtrip
 
 
-def lossy_mean(tensors: Sequence[Tensor], q: Lossy, counts: Sequence[int] | None = None) -> Tensor:
-    """q(mean q(x)), chunk by chunk: what every one of the senders ends with. One sender sends nothing."""
+class Feedback:
+    """Adds what a message lost to the next one of the same stream."""
+
+    def __init__(self, q: Lossy) -> None:
+        self.q = q
+        self.lost: dict[Hashable, Tensor] = {}
+
+    def send(self, tensor: Tensor, stream: Hashable) -> Tensor:
+        wanted = tensor + self.lost.get(stream, torch.zeros_like(tensor))
+        decoded = self.q(wanted)
+        self.lost[stream] = wanted - decoded
+        return decoded
+
+
+def lossy_mean(
+    tensors: Sequence[Tensor], q: Lossy | Feedback, counts: Sequence[int] | None = None, subject: Hashable = None
+) -> Tensor:
+    """q(mean q(x)), chunk by chunk: what every one of the senders ends with. One sender sends nothing.
+
+    With feedback, each chunk of each sender about a `subject` is a stream, and so is each chunk of the mean.
+    """
     if len(tensors) == 1:
         return tensors[0].clone()
-    parts = [
-        q(mean([q(each[chunk].clone()) for each in tensors], counts))
-        for chunk in chunks(tensors[0].numel(), len(tensors))
-    ]
+    parts = []
+    for number, chunk in enumerate(chunks(tensors[0].numel(), len(tensors))):
+        decoded = [_send(q, each[chunk], (subject, number, sender)) for sender, each in enumerate(tensors)]
+        parts.append(_send(q, mean(decoded, counts), (subject, number, "mean")))
     return torch.cat(parts)
+
+
+def _send(q: Lossy | Feedback, tensor: Tensor, stream: Hashable) -> Tensor:
+    return q.send(tensor, stream) if isinstance(q, Feedback) else q(tensor.clone())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oracles.algorithms.peers import shift_one
-from oracles.algorithms.simulation import Lossy, Replicas, Rule, lossy_mean, mean
+from oracles.algorithms.simulation import Feedback, Lossy, Replicas, Rule, lossy_mean, mean
 
 
 def gossip(replicas: Replicas, flats: Sequence[Tensor], mode: str, meeting: int, hierarchical: bool) -> list[Tensor]:
@@ -78,7 +78,9 @@ class DiLoCo(Rule):
     With `q` the changes travel lossily, as q(mean q(theta - x)) over the parameters in their order.
     """
 
-    def __init__(self, interval: int, lr: float = 0.7, momentum: float = 0.9, q: Lossy | None = None) -> None:
+    def __init__(
+        self, interval: int, lr: float = 0.7, momentum: float = 0.9, q: Lossy | Feedback | None = None
+    ) -> None:
         self.interval, self.lr, self.momentum, self.q = interval, lr, momentum, q
 
     def start(self, replicas: Replicas) -> None:

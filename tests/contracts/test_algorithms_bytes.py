@@ -1,0 +1,121 @@
+"""What an algorithm puts on the wire, counted message by message, is what its formula says, for a world of four.
+
+P is the number of parameters and averaged buffers; an element of the model has four bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from contracts.training import perceptron, regression, step
+from murmura import (
+    DDP,
+    Algorithm,
+    ByteGradAlgorithm,
+    DecentralizedAlgorithm,
+    DiLoCoAlgorithm,
+    GradientAllReduceAlgorithm,
+    LocalSGDAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+    MinMaxUInt8,
+    TracedTransport,
+    Transport,
+    run_world,
+)
+from oracles.algorithms.simulation import chunks
+from worlds import SECONDS, ExchangeOnly
+
+SIZE = 4
+ROUNDS = 8
+
+
+def normalised() -> nn.Module:
+    """259 parameters and 20 averaged buffers, and a count of batches that has no mean."""
+    model = perceptron(torch.float32)
+    norm = nn.BatchNorm1d(10, affine=False)
+    return nn.Sequential(model[0], model[1], model[2], model[3], model[4], Widen(), norm, Narrow())
+
+
+class Widen(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.repeat(1, 4)[:, :10]
+
+
+class Narrow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :3]
+
+
+GRADIENTS, BUFFERS = 259, 20
+P = GRADIENTS + BUFFERS
+TAIL = 6 + 2  # behind the gradients of six parameters
+TASK = regression("sgd", torch.float32)
+
+
+def sent_by_round(transport: Transport, make: Callable[[], Algorithm], keep_buffers: bool) -> list[int]:
+    """How many bytes this rank sent in each round, from the third on: until then the wrapper settles its order."""
+    traced = TracedTransport(transport)
+    ddp = DDP(normalised(), ExchangeOnly(traced), algorithm=make(), broadcast_buffers=keep_buffers)
+    optimizer = TASK.make_optimizer(ddp.parameters())
+    sums = [0]
+    for number in range(ROUNDS):
+        step(ddp, optimizer, TASK, number, transport.rank)
+        transport.barrier()
+        sums.append(sum(each.sent_bytes for each in traced.operations))
+    ddp.close()
+    return [after - before for before, after in itertools.pairwise(sums)][2:]
+
+
+def sent(make: Callable[[], Algorithm], *, keep_buffers: bool = True) -> list[list[int]]:
+    """By rank and round."""
+    return run_world(sent_by_round, SIZE, make, keep_buffers, timeout=SECONDS)
+
+
+def test_shift_one_sends_the_weights_once() -> None:
+    assert sent(lambda: DecentralizedAlgorithm(True, "shift_one", 1)) == [[4 * P] * 6] * SIZE
+    assert sent(lambda: DecentralizedAlgorithm(True, "shift_one", 3)) == [[0, 4 * P, 0, 0, 4 * P, 0]] * SIZE
+
+
+def test_low_precision_sends_eight_bits_to_each_neighbour() -> None:
+    payload = MinMaxUInt8().payload_bytes(P, torch.float32)
+    assert P < payload < P + 64
+    assert sent(lambda: LowPrecisionDecentralizedAlgorithm(True, 1)) == [[2 * payload] * 6] * SIZE
+    assert sent(lambda: LowPrecisionDecentralizedAlgorithm(True, 2)) == [[2 * payload, 0] * 3] * SIZE
+
+
+def small_all_reduce(num_elements: int) -> int:
+    """Bytes that a rank sends for a buffer which is reduced in one exchange: it goes to everybody."""
+    return (SIZE - 1) * 4 * num_elements
+
+
+def compressed_exchange(num_elements: int) -> list[int]:
+    """By rank: the chunks of the others there, and one's own chunk of the mean to everybody."""
+    q = MinMaxUInt8()
+    sizes = [q.payload_bytes(chunk.stop - chunk.start, torch.float32) for chunk in chunks(num_elements, SIZE)]
+    return [sum(sizes) - sizes[rank] + (SIZE - 1) * sizes[rank] for rank in range(SIZE)]
+
+
+def test_averages_of_weights_are_one_all_reduce() -> None:
+    assert sent(lambda: DecentralizedAlgorithm(True, "all", 2)) == [[small_all_reduce(P), 0] * 3] * SIZE
+    assert sent(lambda: LocalSGDAlgorithm(2)) == [[0, small_all_reduce(P)] * 3] * SIZE
+    assert sent(lambda: DiLoCoAlgorithm(2)) == [[0, small_all_reduce(P)] * 3] * SIZE
+
+
+def test_gradients_are_one_all_reduce_with_their_tail() -> None:
+    assert sent(GradientAllReduceAlgorithm, keep_buffers=False) == [[small_all_reduce(GRADIENTS + TAIL)] * 6] * SIZE
+
+
+def test_bytegrad_sends_eight_bits_twice_and_the_tail() -> None:
+    wanted = compressed_exchange(GRADIENTS)
+    assert sent(ByteGradAlgorithm, keep_buffers=False) == [[each + small_all_reduce(TAIL)] * 6 for each in wanted]
+    headers = sum(wanted) / SIZE - 2 * (SIZE - 1) / SIZE * GRADIENTS
+    assert 0 < headers <= 2 * (SIZE - 1) * 8  # a minimum and a maximum with each of six messages
+
+
+def test_a_compressed_outer_step_sends_eight_bits_twice_and_the_buffers_whole() -> None:
+    wanted = [[0, each + small_all_reduce(BUFFERS)] * 3 for each in compressed_exchange(GRADIENTS)]
+    assert sent(lambda: DiLoCoAlgorithm(2, compressor=MinMaxUInt8())) == wanted

@@ -1,0 +1,43 @@
+"""Who meets whom: symmetric, nobody meets itself but to sit out, and everybody is met once a cycle."""
+
+from __future__ import annotations
+
+import pytest
+
+from murmura.algorithms.peers import shift_one_peer
+from oracles.algorithms import peers as oracle
+
+SIZES = [*range(1, 13), 16, 33]
+
+
+def meeting(size: int, number: int) -> list[int]:
+    return [shift_one_peer(rank, size, number) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_peers_are_those_of_the_formula(size: int) -> None:
+    for number in range(3 * size + 1):
+        assert meeting(size, number) == oracle.shift_one(size, number)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_meeting_is_mutual(size: int) -> None:
+    for number in range(2 * size):
+        peers = meeting(size, number)
+        assert all(0 <= peer < size for peer in peers)
+        assert [peers[peer] for peer in peers] == list(range(size))
+        assert sum(peer == rank for rank, peer in enumerate(peers)) == size % 2  # one rank sits out if they are odd
+
+
+@pytest.mark.parametrize("size", [size for size in SIZES if size % 2 == 0])
+def test_every_pair_across_the_halves_meets_once_a_cycle(size: int) -> None:
+    half = size // 2
+    met = [(rank, meeting(size, number)[rank]) for number in range(half) for rank in range(half)]
+    assert sorted(met) == [(lower, upper) for lower in range(half) for upper in range(half, size)]
+
+
+@pytest.mark.parametrize("size", [size for size in SIZES if size % 2])
+def test_with_odd_ranks_every_pair_meets_once_and_everybody_rests_once_a_cycle(size: int) -> None:
+    met = [tuple(sorted((rank, peer))) for number in range(size) for rank, peer in enumerate(meeting(size, number))]
+    assert sorted(set(met)) == [(rank, peer) for rank in range(size) for peer in range(rank, size)]
+    assert all(met.count(pair) == (2 if pair[0] < pair[1] else 1) for pair in set(met))

@@ -1,0 +1,152 @@
+"""Everything an algorithm carries is in its state: a resumed run continues bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from contracts.catalogue import Entry, every
+from contracts.training import regression, step
+from ddp.models import fill, on_ranks
+from murmura import (
+    DDP,
+    Algorithm,
+    AsyncModelAverageAlgorithm,
+    ByteGradAlgorithm,
+    ConfigError,
+    DecentralizedAlgorithm,
+    DiLoCoAlgorithm,
+    ErrorFeedback,
+    LocalSGDAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+    MinMaxUInt8,
+    Transport,
+    run_world,
+)
+from oracles.algorithms.simulation import Task, flat_of
+from worlds import SECONDS
+
+STEPS = 8
+
+
+def save(ddp: DDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a user would write to a file."""
+    return copy.deepcopy(
+        {"model": ddp.state_dict(), "optimizer": optimizer.state_dict(), "algorithm": ddp.algorithm_state_dict()}
+    )
+
+
+def run(
+    transport: Transport,
+    algorithm: Algorithm,
+    task: Task,
+    rounds: Sequence[int],
+    saved: Sequence[dict[str, Any]] | None = None,
+) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """This rank's flat and state after each of `rounds`, from the beginning or from what the ranks have saved."""
+    ddp = DDP(task.make_model(), transport, algorithm=algorithm)
+    optimizer = task.make_optimizer(ddp.parameters())
+    if saved is not None:
+        own = copy.deepcopy(saved[transport.rank])
+        ddp.load_state_dict(own["model"])
+        optimizer.load_state_dict(own["optimizer"])
+        ddp.load_algorithm_state_dict(own["algorithm"])
+    flats, states = [], []
+    for number in rounds:
+        step(ddp, optimizer, task, number, transport.rank)
+        flats.append(flat_of(ddp.module))
+        states.append(save(ddp, optimizer))
+    ddp.close()
+    return flats, states
+
+
+def check_resumption(size: int, algorithm: Algorithm, task: Task, hosts: Sequence[int] | None = None) -> None:
+    """Cut the run after every step, and go on in a new world."""
+    whole = run_world(run, size, algorithm, task, range(STEPS), hosts=hosts, timeout=SECONDS)
+    for cut in range(1, STEPS):
+        saved = [states[cut - 1] for _, states in whole]
+        resumed = run_world(run, size, algorithm, task, range(cut, STEPS), saved, hosts=hosts, timeout=SECONDS)
+        for rank in range(size):
+            for number, flat in enumerate(resumed[rank][0], start=cut):
+                assert torch.equal(flat, whole[rank][0][number]), f"rank {rank}, cut after {cut}, step {number}"
+
+
+@every()
+def test_a_resumed_run_continues_bit_for_bit(entry: Entry) -> None:
+    check_resumption(3, entry.make(), entry.fit(regression("momentum", torch.float32)))
+
+
+class Backwards(nn.Module):
+    """Layers defined in the order of their use have gradients in the opposite order; these do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 3)
+        self.first = nn.Linear(5, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def backwards() -> nn.Module:
+    return fill(Backwards())
+
+
+@every(lambda entry: entry.lockstep)
+def test_a_run_that_has_not_yet_taken_over_the_order_of_its_gradients(entry: Entry) -> None:
+    check_resumption(3, entry.make(), entry.fit(replace(regression("sgd", torch.float32), make_model=backwards)))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        lambda: DecentralizedAlgorithm(True, "shift_one", 3),
+        lambda: LowPrecisionDecentralizedAlgorithm(True, 3),
+        lambda: LocalSGDAlgorithm(3),
+        lambda: DiLoCoAlgorithm(3, compressor=ErrorFeedback(MinMaxUInt8())),
+        lambda: AsyncModelAverageAlgorithm(sync_interval_rounds=3),
+        lambda: ByteGradAlgorithm(compressor=ErrorFeedback(MinMaxUInt8())),
+    ],
+    ids=["shift_one", "low_precision", "local_sgd", "diloco", "async", "error_feedback"],
+)
+def test_across_intervals_and_hosts(algorithm: Any) -> None:
+    check_resumption(4, algorithm(), regression("adam", torch.float32), [0, 0, 1, 1])
+
+
+def test_a_state_can_be_written_to_a_file(tmp_path: Any) -> None:
+    def visit(transport: Transport) -> bool:
+        _, states = run(transport, LowPrecisionDecentralizedAlgorithm(), regression(), range(2))
+        path = tmp_path / f"rank{transport.rank}.pt"
+        torch.save(states[-1], path)
+        loaded = torch.load(path, weights_only=True)
+        flats, _ = run(transport, LowPrecisionDecentralizedAlgorithm(), regression(), [2], [loaded] * 2)
+        wanted, _ = run(transport, LowPrecisionDecentralizedAlgorithm(), regression(), range(3))
+        return torch.equal(flats[0], wanted[2])
+
+    assert on_ranks(visit, 2) == [True, True]
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (4, 3)])
+def test_a_ring_of_another_size_is_refused_with_the_reason(before: int, after: int) -> None:
+    algorithm, task = LowPrecisionDecentralizedAlgorithm(), regression()
+    saved = [states[-1] for _, states in run_world(run, before, algorithm, task, range(2), timeout=SECONDS)]
+    with pytest.raises(ConfigError, match=rf"(?s){before}.*{after}|{after}.*{before}"):
+        run_world(run, after, algorithm, task, [2], [*saved, *saved], timeout=SECONDS)
+
+
+def test_a_state_knows_how_far_it_was() -> None:
+    def visit(transport: Transport) -> tuple[int, float]:
+        algorithm, task = LocalSGDAlgorithm(4), regression()
+        _, states = run(transport, algorithm, task, range(3))
+        after, _ = run(transport, algorithm, task, [3], [states[-1]] * 2)
+        return states[-1]["algorithm"]["round"], float(after[0].sum())
+
+    (rounds, first), (_, second) = on_ranks(visit, 2)
+    assert rounds == 3
+    assert first == second  # the fourth round is the one that averages
