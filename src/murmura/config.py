@@ -211,21 +211,14 @@ MPICH = Launcher(
     name="MPICH",
     signs=("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     required=integers(
-        rank="PMI_RANK",
-        world_size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_world_size="MPI_LOCALNRANKS",
+        rank="PMI_RANK", world_size="PMI_SIZE", local_rank="MPI_LOCALRANKID", local_world_size="MPI_LOCALNRANKS"
     ),
 )
 SLURM = Launcher(
     name="SLURM",
     signs=("SLURM_STEP_ID",),
     required=integers(rank="SLURM_PROCID", world_size="SLURM_STEP_NUM_TASKS SLURM_NTASKS", local_rank="SLURM_LOCALID"),
-    host={
-        "MASTER_ADDR": str,
-        "SLURM_STEP_NODELIST": expand_first_host,
-        "SLURM_JOB_NODELIST": expand_first_host,
-    },
+    host={"MASTER_ADDR": str, "SLURM_STEP_NODELIST": expand_first_host, "SLURM_JOB_NODELIST": expand_first_host},
     port={"MASTER_PORT": whole_number, "SLURM_JOB_ID": slurm_port},
     job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
@@ -392,9 +385,14 @@ class DistributedConfig:
         return parse_address(self.coordinator_addr)[1]
 
 
+def setting_from_env(name: str) -> str | None:
+    """What the variable MURMURA_<NAME> says, for those who need one setting and no world."""
+    return os.environ.get(f"MURMURA_{name.upper()}") or None
+
+
 def algorithm_from_env() -> str | None:
     """The algorithm that a launcher asked for, if any."""
-    return os.environ.get("MURMURA_ALGORITHM") or None
+    return setting_from_env("algorithm")
 
 
 DistributedTrainConfig = DistributedConfig

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from murmura import __version__
-from murmura.cli import bench, bench_ddp, doctor
+from murmura.cli import bench, bench_ddp, doctor, lab, run
 
 app = typer.Typer(
     name="murmura",
@@ -19,7 +19,9 @@ app = typer.Typer(
 )
 bench.app.command("ddp")(bench_ddp.ddp)
 app.add_typer(bench.app, name="bench")
+app.add_typer(lab.app, name="lab")
 app.command()(doctor.doctor)
+app.command(context_settings={"allow_interspersed_args": False})(run.run)  # what follows SCRIPT is the script's
 
 
 def _show_version(asked: bool) -> None:

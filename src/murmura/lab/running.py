@@ -1,17 +1,19 @@
-"""One command on every host of a lab, as the ranks of one world: the variables of a launcher, and nothing else."""
+"""One command on every host of a lab, as the ranks of one world: they get the variables of a launcher."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 from murmura.errors import ConfigError, PeerLost, PeerTimeout
 from murmura.lab.network import Host
+from murmura.launch.crew import Member, SignalException, run_crew
+from murmura.launch.verdict import fate, judge
 
 PORT = 29500  # free: nothing else runs in the namespaces
 POLL_SECONDS = 0.02
@@ -67,9 +69,31 @@ def run(
         if failed is not None:
             told = _contents(out_and_err[failed][1])[-SHOWN_CHARACTERS:].rstrip()
             shown = f":\n{told}" if told else "; its output says why."
-            fate = _fate(processes[failed].returncode)
-            raise PeerLost(f"rank {failed} on host {failed // ranks_per_host} {fate}{shown}", peer=failed)
+            ended = fate(processes[failed].returncode)
+            raise PeerLost(f"rank {failed} on host {failed // ranks_per_host} {ended}{shown}", peer=failed)
         return [_contents(out) for out, _ in out_and_err]
+
+
+def run_shown(hosts: Sequence[Host], words: Sequence[str], ranks_per_host: int, say: Callable[[str], None]) -> int:
+    """The same for a console: what ranks print carries their rank, the failure that matters is told last.
+
+    Returns the exit status. Must be called in the main thread, for signals are passed on to the ranks.
+    """
+    members = [
+        Member(rank, host.command(words, **variables), {"PYTHONUNBUFFERED": "1"})
+        for rank, (host, variables) in enumerate(places(hosts, ranks_per_host))
+    ]
+    try:
+        with tempfile.TemporaryDirectory(prefix="murmura-run-") as folder:
+            ends = run_crew(members, Path(folder), show=True)
+    except SignalException as told:
+        say(f"ended by {told.sigval.name}, which was passed on to the ranks.")
+        return 128 + told.sigval
+    failure = judge(ends, lambda rank: f"host {rank // ranks_per_host}")
+    if failure is None:
+        return 0
+    say(str(failure))
+    return failure.exit_status
 
 
 def _await(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int | None:
@@ -113,7 +137,3 @@ def _contents(file: IO[str] | None) -> str:
         return ""
     file.seek(0)
     return file.read()
-
-
-def _fate(status: int) -> str:
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ from murmura.transports.signed_store import ADVICE, SignedStore
 Store: TypeAlias = Any  # torch.distributed.Store, whose type torch does not export
 
 POLL_SECONDS = 0.01
+PROBE_SECONDS = 1.0
 ROLL_CALL_SECONDS = 2.0  # how long a rank that met a failure waits for the others to say what they know
 
 
@@ -34,10 +36,10 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout: float)
         return make(host, port, world_size, is_master, limit, wait_for_workers=False)
 
     try:
-        if rank == 0:
+        if rank == 0 and not _is_served(host, port):
             try:
                 return tcp_store(True)
-            except dist.DistNetworkError:  # the port is taken: by torchrun's own store, or by a stranger
+            except dist.DistNetworkError:  # the port was taken meanwhile, or is on another host
                 pass
         return tcp_store(False)
     except dist.DistError as error:
@@ -46,6 +48,15 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout: float)
             f"and is the port open between the hosts? (torch says: {error})",
             (0,),
         ) from error
+
+
+def _is_served(host: str, port: int) -> bool:
+    """Whether somebody listens there: a launcher with its own store. (Torch complains loudly if one tries to, too.)"""
+    try:
+        socket.create_connection((host, port), PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def file_store(path: str, world_size: int) -> Store:

@@ -1,0 +1,113 @@
+"""What `murmura run` was asked for, checked as a whole; and what each rank is told of it. Nothing here acts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from murmura.config import parse_address
+from murmura.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """One host's part of a launch.
+
+    Attributes:
+        command: what every rank runs.
+        num_ranks: ranks on this host.
+        num_nodes: hosts in all; this one is `node_rank`, and node 0 is reached at `coordinator`.
+        variables: set for every rank, besides those that tell its place.
+        secret: known to all ranks of the job; empty for none.
+        log_dir: the folder for the ranks' output; without one it is shown.
+        max_restarts: how often all ranks are started again after a failure.
+        timeout: seconds that the launchers of several hosts wait for each other.
+    """
+
+    command: tuple[str, ...]
+    num_ranks: int
+    num_nodes: int = 1
+    node_rank: int = 0
+    coordinator: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    secret: str = field(default="", repr=False)
+    log_dir: Path | None = None
+    max_restarts: int = 0
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ConfigError(f"{self.num_ranks} ranks: start at least one on each host.")
+        if not 0 <= self.node_rank < self.num_nodes:
+            raise ConfigError(
+                f"host {self.node_rank} of {self.num_nodes}: --node-rank counts from 0 to --nnodes - 1, another one on "
+                "each host."
+            )
+        if self.max_restarts < 0:
+            raise ConfigError(f"--max-restarts {self.max_restarts}: give 0 or more.")
+        if self.num_nodes > 1 and not self.coordinator:
+            raise ConfigError(
+                "several hosts need --coordinator HOST:PORT: where the others reach host 0, the same on all."
+            )
+        if self.coordinator:
+            parse_address(self.coordinator)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """Where this host's ranks stand in the world of one attempt, and where that world meets."""
+
+    job: str
+    number: int
+    first_rank: int
+    world_size: int
+    master: tuple[str, int]
+
+    def variables(self, plan: LaunchPlan, local_rank: int) -> dict[str, str]:
+        """Those of torchrun, which murmura, torch and scripts know, and the job's own name."""
+        several = plan.num_nodes > 1
+        return {
+            "PYTHONUNBUFFERED": "1",  # what a rank prints goes through a file, and should be seen when it is printed
+            **plan.variables,
+            "RANK": str(self.first_rank + local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(plan.num_ranks),
+            "GROUP_RANK": str(plan.node_rank),
+            "MASTER_ADDR": self.master[0],
+            "MASTER_PORT": str(self.master[1]),
+            "TORCHELASTIC_RUN_ID": self.job,
+            "TORCHELASTIC_RESTART_COUNT": str(self.number),
+            "TORCHELASTIC_USE_AGENT_STORE": str(several),  # then the launcher of node 0 serves it
+            "MURMURA_JOB_ID": f"{self.job}.{self.number}",
+            **({"MURMURA_SECRET": plan.secret} if plan.secret else {}),
+        }
+
+
+def num_cores() -> int:
+    """Those this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def parse_num_ranks(text: str) -> int:
+    """ "4", or "auto": one for each GPU, or for each core where there is no GPU."""
+    if text == "auto":
+        return torch.cuda.device_count() or num_cores()
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    raise ConfigError(f"-n {text}: give the number of ranks on this host, or auto.")
+
+
+def read_secret(path: Path) -> str:
+    """The text of the file without white space around it; a `ConfigError` if there is none."""
+    try:
+        secret = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the secret cannot be read from {path}: {error}") from None
+    if not secret:
+        raise ConfigError(f"{path} is empty. Write a secret into it: openssl rand -hex 32 > {path}")
+    return secret
