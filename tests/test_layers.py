@@ -36,6 +36,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 THIRD_PARTIES = {"torch", "numpy"}
 EXTRA_THIRD_PARTIES = {
+    "compressors": {"triton"},
     "cli": {"typer", "rich"},
     "integrations": {"lightning", "pytorch_lightning", "accelerate", "ray"},
     "benchmarks": {"mpi4py"},

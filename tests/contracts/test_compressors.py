@@ -78,34 +78,34 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-@pytest.mark.parametrize("length", LENGTHS)
-def test_values_travel_in_exactly_their_bytes(name: str, dtype: torch.dtype, length: int) -> None:
-    values = samples("normal", length, dtype)
-    kept = values.clone()
-    decoded = []
-    for offset in range(4):
-        compressor = COMPRESSORS[name].for_bucket()
-        payload = compressed(compressor, values, offset)
-        whole = payload._base
-        assert whole is not None
-        assert whole[:offset].tolist() == [7] * offset
-        assert whole[-5:].tolist() == [7] * 5
-        decoded.append(decompressed(compressor, payload, values))
-    assert torch.equal(values, kept)
-    assert all(torch.equal(each, decoded[0]) for each in decoded)
-    assert torch.allclose(decoded[0].double(), values.double(), atol=0.05)
+def test_values_travel_in_exactly_their_bytes(name: str, dtype: torch.dtype) -> None:
+    for length in LENGTHS:
+        values = samples("normal", length, dtype)
+        kept = values.clone()
+        decoded = []
+        for offset in range(4):
+            compressor = COMPRESSORS[name].for_bucket()
+            payload = compressed(compressor, values, offset)
+            whole = payload._base
+            assert whole is not None
+            assert whole[:offset].tolist() == [7] * offset
+            assert whole[-5:].tolist() == [7] * 5
+            decoded.append(decompressed(compressor, payload, values))
+        assert torch.equal(values, kept)
+        assert all(torch.equal(each, decoded[0]) for each in decoded)
+        assert torch.allclose(decoded[0].double(), values.double(), atol=0.05)
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_decode_and_add_is_decode_and_then_add(name: str, dtype: torch.dtype, kind: str) -> None:
-    compressor = COMPRESSORS[name].for_bucket()
-    values = samples(kind, 1001, dtype)
-    payload = compressed(compressor, values)
-    total = samples("offset", 1001, dtype)
-    expected = total.clone().add_(decompressed(compressor, payload, values))
-    compressor.decompress_add(payload, total)
-    assert same(total, expected)
+def test_decode_and_add_is_decode_and_then_add(name: str, dtype: torch.dtype) -> None:
+    for kind in KINDS:
+        compressor = COMPRESSORS[name].for_bucket()
+        values = samples(kind, 1001, dtype)
+        payload = compressed(compressor, values)
+        total = samples("offset", 1001, dtype)
+        expected = total.clone().add_(decompressed(compressor, payload, values))
+        compressor.decompress_add(payload, total)
+        assert same(total, expected), kind
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
@@ -128,7 +128,9 @@ def test_a_parameter_can_be_compressed_and_written(name: str) -> None:
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_a_compressor_is_a_value(name: str) -> None:
     compressor = COMPRESSORS[name]
-    twin = eval(repr(compressor), {"torch": torch, "MinMaxUInt8": MinMaxUInt8, "Cast": Cast, "ErrorFeedback": ErrorFeedback})
+    twin = eval(
+        repr(compressor), {"torch": torch, "MinMaxUInt8": MinMaxUInt8, "Cast": Cast, "ErrorFeedback": ErrorFeedback}
+    )
     assert twin == compressor
     assert hash(twin) == hash(compressor)
     assert pickle.loads(pickle.dumps(compressor)) == compressor
@@ -175,29 +177,31 @@ def test_threads_do_not_disturb_each_other(name: str) -> None:
 
 
 def bound(block: Tensor, decoded: Tensor) -> Tensor:
-    """Half a step, with the slack of a step, and half a unit in the last place of what was decoded."""
+    """Half a step, with its slack, and the dtype's own rounding: half a unit, a whole one among the subnormals."""
     limits = torch.finfo(decoded.dtype)
     exact = block.double()
     half_step = (exact.max() / 255 - exact.min() / 255) / 2 * (1 + 2**-14)
-    unit = torch.maximum(decoded.double().abs() * limits.eps, torch.tensor(limits.tiny * limits.eps).double())
-    return half_step + unit / (1 if decoded.dtype == torch.float64 else 2)
+    return half_step + decoded.double().abs() * limits.eps / 2 + limits.tiny * limits.eps
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", FINITE)
 @pytest.mark.parametrize("block_size", [1, 7, 100, 4096, None])
-def test_the_error_is_at_most_half_a_step(kind: str, dtype: torch.dtype, block_size: int | None) -> None:
-    for length in (1, 3, 1001):
-        values = samples(kind, length, dtype)
-        decoded = round_trip(MinMaxUInt8(block_size), values)
-        assert bool(decoded.isfinite().all())
-        for first, last in minmax.blocks_of(length, block_size):
-            block, got = values[first:last], decoded[first:last]
-            assert bool(((got.double() - block.double()).abs() <= bound(block, got)).all())
-            if block.min() <= 0 <= block.max():
-                assert not got[block == 0].any()
-            if block.min() == block.max():
-                assert torch.equal(got, block)
+def test_the_error_is_at_most_half_a_step(dtype: torch.dtype, block_size: int | None) -> None:
+    for kind in FINITE:
+        for length in (1, 3, 501):
+            values = samples(kind, length, dtype)
+            decoded = round_trip(MinMaxUInt8(block_size), values)
+            assert bool(decoded.isfinite().all()), kind
+            for first, last in minmax.blocks_of(length, block_size):
+                check_block(values[first:last], decoded[first:last], kind)
+
+
+def check_block(block: Tensor, decoded: Tensor, kind: str) -> None:
+    assert bool(((decoded.double() - block.double()).abs() <= bound(block, decoded)).all()), kind
+    if block.min() <= 0 <= block.max():
+        assert not decoded[block == 0].any(), kind
+    if block.min() == block.max():
+        assert torch.equal(decoded, block), kind
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -214,14 +218,33 @@ def test_what_is_not_finite_stays_in_its_block(kind: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_oracle_agrees_to_the_bit(kind: str, dtype: torch.dtype) -> None:
-    for block_size, length in ((1, 5), (64, 203), (100, 100), (None, 203)):
+@pytest.mark.parametrize(("block_size", "length"), [(1, 5), (64, 203), (100, 100), (None, 203)])
+def test_the_oracle_agrees_to_the_bit(block_size: int | None, length: int, dtype: torch.dtype) -> None:
+    for kind in KINDS:
         values = samples(kind, length, dtype)
         payload = compressed(MinMaxUInt8(block_size), values)
-        assert bytes(payload.tolist()) == minmax.encode(values, block_size)
+        assert bytes(payload.tolist()) == minmax.encode(values, block_size), kind
         expected = minmax.decode(bytes(payload.tolist()), length, dtype, block_size)
-        assert same(decompressed(MinMaxUInt8(block_size), payload, values), expected)
+        assert same(decompressed(MinMaxUInt8(block_size), payload, values), expected), kind
+
+
+# Payloads as they were when the layout was settled: ranks of different versions must understand each other.
+GOLDEN = [
+    (torch.float32, None, [-1.0, 0.0, 0.25, 1.0], "0180a0ff008280bf0082003c"),
+    (torch.float32, 3, [1.0, 2.0, 1.3, -0.0, 0.0], "00ff4c00000000803f0082803b0000000000000000"),
+    (torch.float16, None, [-65504.0, 0.0, 65504.0], "0180ff007180c700710044"),
+    (torch.bfloat16, 2, [1.5, 1.5, -3e38, 3e38], "000001ff0000c03f0000000000e462fb00e4e2f7"),
+    (torch.float64, None, [1000000000.0, 1000000001.0, 1000000000.25], "00ff400000000065cdcd41001110101010703f"),
+    (torch.float32, 2, [math.inf, 1.0, 7.0], "0000000000c07f0000c07f0000e04000000000"),
+    (torch.float32, None, [0.0, 1e-44, 7e-44], "cdd4ffcd00008001000000"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "block_size", "values", "payload"), GOLDEN)
+def test_the_bytes_are_these(dtype: torch.dtype, block_size: int | None, values: list[float], payload: str) -> None:
+    tensor = torch.tensor(values, dtype=torch.float64).to(dtype)
+    assert bytes(compressed(MinMaxUInt8(block_size), tensor).tolist()).hex() == payload
+    assert minmax.encode(tensor, block_size).hex() == payload
 
 
 @pytest.mark.parametrize("block_size", [4096, 2**19, None])
@@ -233,18 +256,12 @@ def test_a_tensor_of_many_pieces_is_the_sum_of_its_blocks(block_size: int | None
     assert torch.equal(decoded, torch.cat([round_trip(MinMaxUInt8(None), block) for block in blocks]))
 
 
-GOLDEN = {
-    "spans zero": ([-1.0, 0.0, 0.5, 1.0], "007fbfff0001ffbe02810000" "0000"[:0]),
-}
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_codes_at_the_edge_of_a_step_do_not_wrap(seed: int) -> None:
+def test_codes_at_the_edge_of_a_step_do_not_wrap() -> None:
     """Ranges whose ends fall between two codes, where the highest or the lowest could round out of a byte."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.float64):
-        halves = torch.randint(0, 511, (64, 1), generator=generator).to(dtype) / 2
-        scale = torch.rand(64, 1, generator=generator).to(dtype) + 0.1
+        halves = torch.randint(0, 511, (4096, 1), generator=generator).to(dtype) / 2
+        scale = torch.rand(4096, 1, generator=generator).to(dtype) + 0.1
         blocks = torch.cat((-halves, torch.zeros_like(halves), 255 - halves), 1) * scale
         decoded = round_trip(MinMaxUInt8(3), blocks.view(-1)).view(-1, 3)
         assert bool(((decoded - blocks).abs() <= scale * 0.5001).all())
@@ -284,17 +301,17 @@ def test_a_block_size_that_is_none_is_refused(block_size: object) -> None:
 
 @pytest.mark.parametrize("target", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_cast_is_a_change_of_dtype(kind: str, dtype: torch.dtype, target: torch.dtype) -> None:
+def test_a_cast_is_a_change_of_dtype(dtype: torch.dtype, target: torch.dtype) -> None:
     if not takes(Cast(target), dtype):
         with pytest.raises(UsageError, match="would not make"):
             Cast(target).payload_bytes(1, dtype)
         return
-    values = samples(kind, 1001, dtype)
-    for offset in (0, 1, 2):
-        payload = compressed(Cast(target), values, offset)
-        assert payload.numel() == 1001 * target.itemsize
-        assert same(decompressed(Cast(target), payload, values), values.to(target).to(dtype))
+    for kind in KINDS:
+        values = samples(kind, 1001, dtype)
+        for offset in (0, 1, 2):
+            payload = compressed(Cast(target), values, offset)
+            assert payload.numel() == 1001 * target.itemsize
+            assert same(decompressed(Cast(target), payload, values), values.to(target).to(dtype)), kind
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.uint8, torch.complex64, "bfloat16", None])
@@ -368,11 +385,11 @@ def test_a_resumed_run_continues_to_the_bit() -> None:
 def test_a_residual_of_other_tensors_is_not_added(other: Tensor) -> None:
     feedback = ErrorFeedback(MinMaxUInt8()).for_bucket()
     compressed(feedback, torch.zeros(10))
-    with pytest.raises(UsageError, match="holds what 10 x torch.float32 lost.*for_bucket"):
+    with pytest.raises(UsageError, match=r"holds what 10 x torch.float32 lost.*for_bucket"):
         compressed(feedback, other)
 
 
 @pytest.mark.parametrize("inner", [None, MinMaxUInt8, ErrorFeedback(MinMaxUInt8())], ids=str)
 def test_feedback_around_nonsense_is_refused(inner: object) -> None:
-    with pytest.raises(ConfigError, match="Wrap|Write"):
+    with pytest.raises(ConfigError, match=r"Wrap|Write"):
         ErrorFeedback(inner)  # type: ignore[arg-type]

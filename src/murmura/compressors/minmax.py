@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import subprocess
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -11,6 +14,8 @@ from torch import Tensor
 from murmura.compressors import minmax_plain
 from murmura.compressors.base import Compressor, check_call, check_encodable
 from murmura.errors import ConfigError
+
+log = logging.getLogger("murmura")
 
 
 @dataclass(frozen=True)
@@ -57,4 +62,22 @@ class MinMaxUInt8(Compressor):
 
 
 def _kernels(tensor: Tensor) -> ModuleType:
-    return minmax_plain
+    """The fastest implementation that can take `tensor`; all of them give the same bits."""
+    return _cuda_kernels(tensor.device) if tensor.is_cuda else minmax_plain
+
+
+@functools.cache
+def _cuda_kernels(device: torch.device) -> ModuleType:
+    """The Triton kernels, or the plain operations where a first try of Triton fails.
+
+    It may be missing, find no C compiler, or not support the device.
+    """
+    try:
+        from murmura.compressors import minmax_triton
+
+        payload = torch.empty(1 + minmax_plain.header_bytes(torch.float32), dtype=torch.uint8, device=device)
+        minmax_triton.encode(torch.zeros(1, device=device), payload, 1)
+    except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+        log.warning("8-bit compression on %s runs on plain torch operations, which are slower: %s", device, error)
+        return minmax_plain
+    return minmax_triton

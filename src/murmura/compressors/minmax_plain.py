@@ -25,8 +25,7 @@ from torch import Tensor
 LIFT, TINY = 2.0**64, 2.0**-60  # ranges below TINY are scaled by LIFT
 SINK = 2.0**-8  # and those that overflow by SINK
 ROUND_UP, DROPPED_BITS = 0x180, 0xFF  # of a step's bit pattern
-GROUP_ELEMENTS = 2**20  # blocks whose grids are computed together
-PIECE_ELEMENTS = 2**17  # elements that stay in a core's cache
+PIECE_ELEMENTS = 2**18  # what one core takes at a time, to find it in its cache again
 
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 MAGIC = {torch.float32: 1.5 * 2.0**23, torch.float64: 1.5 * 2.0**52}  # added to t, leaves round(t) in the low bits
@@ -62,7 +61,7 @@ def grid_of(low: Tensor, high: Tensor) -> Grid:
     spread = high - low
     overflows, is_constant = spread == math.inf, spread == 0
     spans_zero = (low <= 0) & (high >= 0) & ~is_constant
-    lift = torch.ones_like(spread).masked_fill_(spread < TINY, LIFT)
+    lift = torch.ones_like(spread).masked_fill_((spread < TINY) & ~is_constant, LIFT)
     raw = torch.where(overflows, high * SINK - low * SINK, spread * lift) * (1 / 255)
     rounded = ((raw.view(INTEGERS[dtype]) + ROUND_UP) & ~DROPPED_BITS).view(dtype)
     # Among the last of the subnormals a step has few bits by itself, and the next one is a unit longer.
@@ -74,71 +73,87 @@ def grid_of(low: Tensor, high: Tensor) -> Grid:
     zero = (255 - (high * lift * inverse + (0.5 + MARGIN[dtype])).floor_()).masked_fill_(~spans_zero, 0)
     base = anchor - zero * step + 0.0  # no negative zero, which devices may tell apart
     is_finite = low.isfinite() & high.isfinite()
-    for header in (base, step):
-        header.masked_fill_(~is_finite, math.nan)
-    return Grid(base, torch.where(overflows, -step, step), anchor, lift, inverse, zero, is_finite)
+    header = (base, torch.where(overflows, -step, step))
+    base, step = (field.masked_fill_(~is_finite, math.nan) for field in header)
+    return Grid(base, step, anchor, lift, inverse, zero, is_finite)
 
 
 def encode(values: Tensor, payload: Tensor, block: int) -> None:
     """Fill `payload` from `values` in blocks of `block` elements, the last one shorter."""
     numel, dtype = values.numel(), working_dtype(values.dtype)
     codes = payload[:numel]
+    scratch = torch.empty(piece_elements(values), dtype=dtype, device=values.device)
     headers: list[Tensor] = []
-    for first, last, width in groups(numel, block, values.device):
-        rows, row_codes = values[first:last].view(-1, width), codes[first:last].view(-1, width)
-        low, high = (extreme(rows, 1, True).to(dtype) for extreme in (torch.amin, torch.amax))
-        grid = grid_of(low, high)
-        headers.append(torch.cat((grid.base, grid.step), 1).view(-1))
+    for rows, row_codes in zip(sections(values, block), sections(codes, block), strict=True):
+        grid = grid_of(*extremes(rows, dtype))
+        headers += [torch.cat((grid.base, grid.step), 1).view(-1)]
         shift = grid.zero + MAGIC[dtype]
+        # Blocks that need no anchor and no lift are the usual ones: two operations less, and the same bits.
+        is_usual = values.is_cpu and bool(((grid.anchor == 0) & (grid.lift == 1) & grid.is_finite).all())
         for piece in pieces(rows):
-            part = piece[0]
-            scaled = rows[piece].to(dtype) - grid.anchor[part]
-            scaled.mul_(grid.lift[part]).mul_(grid.inverse[part]).add_(shift[part])
-            row_codes[piece].copy_(scaled.view(INTEGERS[dtype]))  # an integer's low byte
-        row_codes.mul_(grid.is_finite)
+            part, source = piece[0], rows[piece]
+            scaled = scratch[: source.numel()].view(source.shape)
+            if is_usual:
+                torch.mul(source, grid.inverse[part], out=scaled)
+            else:
+                torch.sub(source, grid.anchor[part], out=scaled).mul_(grid.lift[part]).mul_(grid.inverse[part])
+            row_codes[piece].copy_(scaled.add_(shift[part]).view(INTEGERS[dtype]))  # an integer's low byte
+        if not is_usual:
+            row_codes.mul_(grid.is_finite)
     payload[numel:].copy_(torch.cat(headers).view(torch.uint8))
 
 
 def decode(payload: Tensor, out: Tensor, block: int, *, add: bool) -> None:
     """Overwrite `out` from `payload`, or add to it."""
     numel, dtype = out.numel(), working_dtype(out.dtype)
-    codes = payload[:numel]
-    headers = payload[numel:].clone().view(dtype).view(-1, 2)
+    codes, headers = payload[:numel], payload[numel:].clone().view(dtype).view(-1, 2)
     limit = torch.finfo(out.dtype).max
-    start = 0
-    for first, last, width in groups(numel, block, out.device):
-        rows, row_codes = out[first:last].view(-1, width), codes[first:last].view(-1, width)
-        base, step = headers[start : start + len(rows)].tensor_split(2, 1)
-        start += len(rows)
+    in_place = out.dtype == dtype and not add
+    scratch = torch.empty(0 if in_place else piece_elements(out), dtype=dtype, device=out.device)
+    for rows, row_codes in zip(sections(out, block), sections(codes, block), strict=True):
+        base, step = headers[: len(rows)].tensor_split(2, 1)
+        headers = headers[len(rows) :]
         rise = torch.ones_like(step).masked_fill_(step < 0, 1 / SINK)
         step = step.abs()
+        is_usual = out.is_cpu and bool(((rise == 1) & (step * 255 + base.abs() < limit)).all())  # far from overflow
         for piece in pieces(rows):
-            part = piece[0]
-            decoded = row_codes[piece].to(dtype)
-            decoded.mul_(step[part]).add_(base[part]).mul_(rise[part]).clamp_(-limit, limit)
+            part, target = piece[0], rows[piece]
+            decoded = target if in_place else scratch[: target.numel()].view(target.shape)
+            decoded.copy_(row_codes[piece]).mul_(step[part]).add_(base[part])
+            if not is_usual:
+                decoded.mul_(rise[part]).clamp_(-limit, limit)
             if add:
-                rows[piece].add_(decoded.to(out.dtype))
-            else:
-                rows[piece].copy_(decoded)
+                target.add_(decoded.to(out.dtype))
+            elif not in_place:
+                target.copy_(decoded)
 
 
-def groups(numel: int, block: int, device: torch.device) -> Iterator[tuple[int, int, int]]:
-    """Consecutive ranges [first, last) of whole blocks, each with its width; a shorter last block stands alone."""
-    whole = numel - numel % block
-    stride = max(1, GROUP_ELEMENTS // block) * block if device.type == "cpu" else max(whole, 1)
-    for first in range(0, whole, stride):
-        yield first, min(first + stride, whole), block
-    if whole < numel:
-        yield whole, numel, numel - whole
+def extremes(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The minimum and the maximum of each row, NaN where it holds one."""
+    height = max(1, piece_elements(rows) // rows.shape[1])
+    bands = [rows[top : top + height] for top in range(0, len(rows), height)]
+    found = [(torch.amin(band, 1, True), torch.amax(band, 1, True)) for band in bands]
+    low, high = (torch.cat(parts).to(dtype) for parts in zip(*found, strict=True))
+    return low, high
+
+
+def sections(flat: Tensor, block: int) -> list[Tensor]:
+    """Views with a row for each block: of those that are whole, and of a shorter one at the end."""
+    whole = flat.numel() - flat.numel() % block
+    parts = (flat[:whole].view(-1, block), flat[whole:].view(1, -1))
+    return [part for part in parts if part.numel()]
 
 
 def pieces(rows: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Parts of `rows` that stay in the cache together."""
+    """Rows and columns of parts that are not larger than they should be; short rows stay together."""
     num_rows, width = rows.shape
-    if rows.device.type != "cpu":
-        yield slice(None), slice(None)
-        return
-    height, breadth = max(1, PIECE_ELEMENTS // width), PIECE_ELEMENTS
+    most = piece_elements(rows)
+    height = max(1, most // width)
     for top in range(0, num_rows, height):
-        for left in range(0, width, breadth):
-            yield slice(top, top + height), slice(left, left + breadth)
+        for left in range(0, width, most):
+            yield slice(top, top + height), slice(left, left + most)
+
+
+def piece_elements(tensor: Tensor) -> int:
+    """How many elements to take at a time: on devices that are no CPU all of them."""
+    return min(tensor.numel(), PIECE_ELEMENTS) if tensor.is_cpu else tensor.numel()

@@ -1,0 +1,112 @@
+"""Compressors on CUDA: the same bytes and the same values as on the CPU, from the kernels and from plain operations.
+
+Run on a machine with a GPU: ``pytest -m gpu tests/gpu``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import murmura
+from contracts.values import DTYPES, KINDS, samples
+from murmura.compressors import minmax, minmax_plain
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(300),
+]
+
+BLOCK_SIZES = [1, 64, 100, 4096, 20_000, None]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit, but for the bits of a NaN."""
+    return torch.equal(a.cpu().nan_to_num(nan=12.5), b.cpu().nan_to_num(nan=12.5)) and torch.equal(
+        a.cpu().isnan(), b.cpu().isnan()
+    )
+
+
+def space(num_bytes: int, offset: int, device: str) -> Tensor:
+    return torch.full((num_bytes + offset,), 7, dtype=torch.uint8, device=device)[offset:]
+
+
+def round_trip(compressor: murmura.Compressor, values: Tensor, device: str, offset: int) -> list[Tensor]:
+    """The payload, what it decodes to, and what adding it makes of ones."""
+    payload = space(compressor.payload_bytes(values.numel(), values.dtype), offset, device)
+    compressor.compress(values.to(device), payload)
+    decoded = torch.empty_like(values, device=device)
+    compressor.decompress(payload, decoded)
+    added = torch.ones_like(decoded)
+    compressor.decompress_add(payload, added)
+    return [payload, decoded, added]
+
+
+def test_triton_is_used() -> None:
+    assert minmax._cuda_kernels(torch.device("cuda", 0)).__name__.endswith("minmax_triton")
+
+
+@pytest.mark.parametrize("kernels", ["triton", "plain"])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cuda_gives_the_bits_of_the_cpu(
+    dtype: torch.dtype, block_size: int | None, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels == "plain":
+        monkeypatch.setattr(minmax, "_cuda_kernels", lambda device: minmax_plain)
+    compressor = murmura.MinMaxUInt8(block_size)
+    for kind in KINDS:
+        for length in (1, 3, 4096, 10_007):
+            values = samples(kind, length, dtype)
+            for offset in (0, 1):
+                expected = round_trip(compressor, values, "cpu", offset)
+                found = round_trip(compressor, values, "cuda", offset)
+                told = f"{kind}, {length} elements, offset {offset}"
+                assert torch.equal(found[0].cpu(), expected[0]), f"payload: {told}"
+                assert same(found[1], expected[1]), f"decoded: {told}"
+                assert same(found[2], expected[2]), f"added: {told}"
+
+
+@pytest.mark.parametrize("compressor", [murmura.Cast(torch.bfloat16), murmura.MinMaxUInt8()], ids=repr)
+def test_error_feedback_on_cuda_is_that_of_the_cpu(compressor: murmura.Compressor) -> None:
+    results = []
+    for device in ("cpu", "cuda"):
+        feedback = murmura.ErrorFeedback(compressor)
+        payload = space(feedback.payload_bytes(5000, torch.float32), 0, device)
+        for step in range(3):
+            feedback.compress(samples("normal", 5000, torch.float32).to(device) * (step + 1), payload)
+        results.append((payload.cpu(), feedback.state_dict()["residual"].cpu()))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_work_is_queued_on_the_current_stream() -> None:
+    compressor = murmura.MinMaxUInt8()
+    values = torch.zeros(2**22, device="cuda")
+    payload = space(compressor.payload_bytes(values.numel(), values.dtype), 0, "cuda")
+    out = torch.empty_like(values)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)
+        values.fill_(3.0)
+        compressor.compress(values, payload)
+        compressor.decompress(payload, out)
+    torch.cuda.synchronize()
+    assert bool((out == 3.0).all())
+
+
+def test_more_than_two_billion_elements() -> None:
+    numel = 2**31 + 4096 + 5
+    compressor = murmura.MinMaxUInt8()
+    values = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
+    values[-5:] = torch.arange(1.0, 6.0, device="cuda")
+    values[2**31] = 255.0
+    payload = space(compressor.payload_bytes(numel, values.dtype), 0, "cuda")
+    compressor.compress(values, payload)
+    out = torch.ones_like(values)
+    compressor.decompress(payload, out)
+    assert torch.equal(out[-5:], values[-5:])
+    assert torch.equal(out[2**31 - 3 : 2**31 + 3], values[2**31 - 3 : 2**31 + 3])
+    assert int(out.count_nonzero()) == 6
