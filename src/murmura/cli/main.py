@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from murmura import __version__
-from murmura.cli import bench, bench_ddp, doctor, lab, run
+from murmura.cli import bench, bench_compressors, bench_ddp, doctor, lab, run
 
 app = typer.Typer(
     name="murmura",
@@ -18,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 bench.app.command("ddp")(bench_ddp.ddp)
+bench.app.command("compressors")(bench_compressors.compressors)
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 app.command()(doctor.doctor)
