@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from contracts.catalogue import Entry, every, minmax
-from contracts.training import assert_close, by_step, regression, spread, train_world
+from contracts.training import assert_close, by_step, perceptron, regression, spread, train_world
 from ddp.models import Heads, fill, values
 from murmura import DiLoCoAlgorithm, MinMaxUInt8
 from oracles.algorithms.simulation import Task, simulate
@@ -113,6 +113,49 @@ def test_unused_parameters(entry: Entry) -> None:
     untouched = [each[-30:] for each in flats[-1]]
     initial = torch.cat([parameter.detach().reshape(-1) for parameter in heads().heads[3].parameters()])
     assert all(torch.allclose(each, initial, atol=1e-9, rtol=0) for each in untouched)
+
+
+def half_frozen() -> nn.Module:
+    model = perceptron()
+    model[0].requires_grad_(False)
+    return model
+
+
+@every()
+def test_frozen_parameters(entry: Entry) -> None:
+    flats = check(entry, replace(regression("momentum"), make_model=half_frozen))
+    frozen = torch.cat([parameter.detach().reshape(-1) for parameter in half_frozen()[0].parameters()])
+    assert all(torch.equal(flat[: frozen.numel()], frozen) for flat in flats[-1])
+
+
+class TwoKinds(nn.Module):
+    """Parameters of two dtypes, which do not share a flat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(5, 6, dtype=torch.float64)
+        self.narrow = nn.Linear(6, 3, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(torch.tanh(self.wide(x)).float()).double()
+
+
+def two_kinds() -> nn.Module:
+    return fill(TwoKinds())
+
+
+@every(lambda entry: entry.name not in ("bytegrad", "qadam", "low_precision_decentralized"))
+def test_parameters_of_two_dtypes(entry: Entry) -> None:
+    check(entry, replace(regression("momentum"), make_model=two_kinds), within=1e-5)
+
+
+@every(lambda entry: entry.name in ("bytegrad", "qadam", "low_precision_decentralized"))
+def test_parameters_of_two_dtypes_in_eight_bits(entry: Entry) -> None:
+    """Other blocks than in the simulation, which knows one flat: near it, and ranks agree where they must."""
+    task = entry.fit(replace(regression("sgd"), make_model=two_kinds))
+    runs = train_world(SIZE, entry.make(), task, STEPS)
+    assert_close(by_step(runs), simulate(entry.rule(runs), task, SIZE, STEPS), within=0.02)
+    assert not entry.lockstep or all(spread(each) == 0 for each in by_step(runs))
 
 
 @every()

@@ -21,7 +21,7 @@ def train_all(transport: Transport) -> list[Run]:
     return [train(transport, entry.make(), entry.fit(regression("momentum")), STEPS) for entry in CATALOGUE]
 
 
-@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 0, 1, 1]], ids=["one-host", "two-hosts"])
+@pytest.mark.parametrize("hosts", [pytest.param([0, 0, 0], marks=pytest.mark.slow), [0, 1, 1, 0]], ids=["one", "two"])
 def test_every_algorithm_between_processes(hosts: Sequence[int]) -> None:
     by_rank = run_world(train_all, len(hosts), kind="processes", hosts=hosts, timeout=SECONDS)
     for entry, runs in zip(CATALOGUE, zip(*by_rank, strict=True), strict=True):

@@ -32,7 +32,7 @@ from murmura import (
 from oracles.algorithms.simulation import Task, flat_of
 from worlds import SECONDS
 
-STEPS = 8
+STEPS = 6
 
 
 def save(ddp: DDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

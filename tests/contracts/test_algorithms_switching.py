@@ -66,6 +66,32 @@ def test_every_algorithm_in_turn_on_one_live_model() -> None:
             assert spread(ends) == 0
 
 
+def test_every_algorithm_has_a_name() -> None:
+    def visit(transport: Transport) -> list[str]:
+        ddp = DDP(TASK.make_model(), transport)
+        optimizer = qadam_optimizer(ddp.parameters())
+        running = []
+        for number, entry in enumerate(CATALOGUE):
+            ddp.set_algorithm(entry.name)
+            go(ddp, optimizer, [number])
+            running.append(type(ddp.algorithm).__name__)
+        ddp.close()
+        return running
+
+    for running in on_ranks(visit, 2):
+        assert running == [type(entry.make()).__name__ + "Impl" for entry in CATALOGUE]
+
+
+def test_a_wrong_name_is_answered_with_the_right_ones() -> None:
+    def visit(transport: Transport) -> str:
+        with pytest.raises(ConfigError, match="shiftone") as refusal:
+            DDP(TASK.make_model(), transport, algorithm="shiftone")
+        return str(refusal.value)
+
+    for words in on_ranks(visit, 1):
+        assert all(f"'{entry.name}'" in words for entry in CATALOGUE)
+
+
 @every()
 def test_what_comes_after_a_switch_is_what_a_new_wrapper_would_do(entry: Entry) -> None:
     def visit(transport: Transport, first: Algorithm) -> tuple[list[Tensor], list[Tensor]]:

@@ -41,7 +41,8 @@ def hand_out(models: Sequence[nn.Module], names: Sequence[str], flat: Tensor) ->
         for parameters in everyone:
             parameter = parameters[name]
             if used:
-                parameter.grad = flat[start : start + parameter.numel()].view(parameter.shape).clone()
+                part = flat[start : start + parameter.numel()].view(parameter.shape)
+                parameter.grad = part.to(parameter.dtype, copy=True)
         start += everyone[0][name].numel()
 
 
@@ -102,7 +103,7 @@ class QAdam(Rule):
         self.weight_decay, self.hierarchical = weight_decay, hierarchical
 
     def start(self, replicas: Replicas) -> None:
-        zeros = {name: torch.zeros_like(p) for name, p in replicas.models[0].named_parameters()}
+        zeros = {name: torch.zeros_like(p) for name, p in replicas.models[0].named_parameters() if p.requires_grad}
         self.first = [dict(zeros) for _ in range(replicas.size)]
         self.second = dict(zeros)
         self.num_first, self.num_second = dict.fromkeys(zeros, 0), dict.fromkeys(zeros, 0)
