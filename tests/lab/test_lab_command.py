@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from lab.conditions import needs_namespaces
 from murmura.cli.main import app
-from murmura.lab import standing
 
 pytestmark = [
     needs_namespaces,
@@ -21,21 +20,21 @@ def murmura_lab(*words: str) -> Any:
     return CliRunner().invoke(app, ["lab", *words])
 
 
+@pytest.mark.usefixtures("turn_with_the_standing_lab")
 def test_a_lab_comes_up_runs_a_command_on_every_host_and_goes() -> None:
-    try:
-        done = murmura_lab("up", "--hosts", "2", "--rate", "100mbit")
-        assert done.stdout.startswith("a lab of 2 hosts, 100mbit is up:\n  host 0  10.213.77.1  ip netns exec")
-        script = "echo $RANK of $WORLD_SIZE on $(ip -o -4 addr show eth0 | grep -o 'inet [0-9.]*'); test $RANK != 1"
-        done = murmura_lab("run", "--ranks-per-host", "2", "--", "sh", "-c", script)
-        assert sorted(done.stdout.splitlines()) == [
-            f"[rank {rank}] {rank} of 4 on inet 10.213.77.{1 + rank // 2}" for rank in range(4)
-        ]
-        assert done.exit_code == 1
-        assert done.stderr.endswith("rank 1 on host 0 exited with status 1. It printed nothing on standard error.\n")
-    finally:
-        standing.down()
+    done = murmura_lab("up", "--hosts", "2", "--rate", "100mbit")
+    assert done.stdout.startswith("a lab of 2 hosts, 100mbit is up:\n  host 0  10.213.77.1  ip netns exec")
+    script = "echo $RANK of $WORLD_SIZE on $(ip -o -4 addr show eth0 | grep -o 'inet [0-9.]*'); test $RANK != 1"
+    done = murmura_lab("run", "--ranks-per-host", "2", "--", "sh", "-c", script)
+    assert sorted(done.stdout.splitlines()) == [
+        f"[rank {rank}] {rank} of 4 on inet 10.213.77.{1 + rank // 2}" for rank in range(4)
+    ]
+    assert done.exit_code == 1
+    assert done.stderr.endswith("rank 1 on host 0 exited with status 1. It printed nothing on standard error.\n")
+    assert murmura_lab("down").stdout == "a lab of 2 hosts, 100mbit is down.\n"
 
 
+@pytest.mark.usefixtures("turn_with_the_standing_lab")
 def test_without_a_lab_it_says_how_to_start_one() -> None:
     done = murmura_lab("run", "true")
     assert done.exit_code == 1

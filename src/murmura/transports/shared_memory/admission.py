@@ -91,7 +91,7 @@ def _host(key: str, world_size: int, segment_fd: int, sign: int, deadline: float
                     story = (
                         f"waited {timeout:.1f} s, but of {world_size} ranks {_list(missing)} did not come."
                         f"{''.join(' ' + each for each in refused)} Were they started, on this host, as this user, "
-                        "with the same job_id and world size?"
+                        "with the same job_id, secret and world size?"
                     )
                     for guest in guests.values():
                         _send(guest, {"story": story, "missing": list(missing)})
@@ -157,7 +157,7 @@ def _visit(key: str, rank: int, world_size: int, sign: int, deadline: float, tim
                 if time.monotonic() + pause > deadline:
                     raise give_up(
                         "for rank 0, which did not come. Was it started, on this host, as this user, with the same "
-                        "job_id?",
+                        "job_id and secret?",
                         (0,),
                     ) from None
                 time.sleep(pause)  # nothing to wait on: the door does not exist yet
