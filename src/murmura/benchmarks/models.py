@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 
 from murmura.errors import ConfigError
+from murmura.experiments.transformer import Transformer
 
 SEED = 20_240_229
 Batch = tuple[Tensor, Tensor]
@@ -89,7 +90,7 @@ class CharLM(Model):
         )
 
     def _module(self) -> nn.Module:
-        return Transformer(self)
+        return Transformer(self.vocabulary, self.context, self.width, self.layers, self.heads)
 
     def _batch(self, generator: torch.Generator) -> Batch:
         text = torch.randint(self.vocabulary, (self.batch, self.context + 1), generator=generator)
@@ -129,45 +130,6 @@ class MLP(Model):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return functional.mse_loss(output, target)
-
-
-class Transformer(nn.Module):
-    """Pre-norm blocks of causal attention and a four times wider MLP."""
-
-    def __init__(self, recipe: CharLM) -> None:
-        super().__init__()
-        self.characters = nn.Embedding(recipe.vocabulary, recipe.width)
-        self.positions = nn.Parameter(torch.zeros(recipe.context, recipe.width))
-        self.blocks = nn.Sequential(*(Block(recipe.width, recipe.heads) for _ in range(recipe.layers)))
-        self.norm = nn.LayerNorm(recipe.width)
-        self.head = nn.Linear(recipe.width, recipe.vocabulary)
-
-    def forward(self, text: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.blocks(self.characters(text) + self.positions)))
-        return logits
-
-
-class Block(nn.Module):
-    """One layer of `Transformer`."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.LayerNorm(width)
-        self.queries_keys_values = nn.Linear(width, 3 * width)
-        self.attention_out = nn.Linear(width, width)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp_in = nn.Linear(width, 4 * width)
-        self.mlp_out = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, context, width = x.shape
-        together: Tensor = self.queries_keys_values(self.attention_norm(x))
-        queries, keys, values = together.view(batch, context, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind()
-        attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, context, width))
-        thought: Tensor = self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
-        return x + thought
 
 
 MODELS: dict[str, Model] = {"charlm": CharLM(), "mlp": MLP()}

@@ -1,0 +1,66 @@
+"""One rank's training run of a task under an algorithm, for all experiments and commands that train."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from murmura.ddp import DDP
+from murmura.experiments.recipes import Recipe
+from murmura.experiments.tasks import Task
+from murmura.transports.base import Transport
+
+RAMP_STEPS = 10
+
+
+class Training:
+    """Trains `task` on this rank for `steps` steps, one at a time; every rank calls the same methods.
+
+    Attributes:
+        step: how many steps are done. Set it, with the state of the others, to resume.
+        ddp, optimizer, scheduler: the usual objects of a training script, for a checkpoint.
+    """
+
+    def __init__(self, transport: Transport, task: Task, recipe: Recipe, steps: int) -> None:
+        self.task = task
+        self.step = 0
+        self.steps = steps
+        self.ddp = DDP(task.model(), transport, algorithm=recipe.algorithm())
+        self.optimizer = recipe.optimizer(self.ddp, task.learning_rate)
+        self.scheduler = LambdaLR(self.optimizer, lambda step: _share_of_learning_rate(step, steps))
+        self._rank = transport.rank
+        self._held_out = task.held_out()
+
+    def advance(self) -> float:
+        """Take one step; returns the loss on this rank's batch."""
+        inputs, targets = self.task.batch(self._rank, self.step)
+        self.optimizer.zero_grad()
+        loss = self.task.loss(self.ddp(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.ddp.parameters(), max_norm=1.0)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.step += 1
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The loss, on data nobody trains on, of the mean of all replicas. Collective."""
+        self.ddp.eval()
+        try:
+            with self.ddp.average_parameters():
+                losses = [self.task.loss(self.ddp(inputs), targets) for inputs, targets in self._held_out]
+        finally:
+            self.ddp.train()
+        return float(torch.stack(losses).mean())
+
+    def close(self) -> None:
+        self.ddp.close()
+
+
+def _share_of_learning_rate(step: int, steps: int) -> float:
+    """A short ramp up, then down to a tenth along a cosine."""
+    ramp = min(1.0, (step + 1) / RAMP_STEPS)
+    return ramp * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / max(1, steps))))
