@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -99,6 +100,17 @@ def test_a_signal_is_passed_on_and_no_rank_is_left(tmp_path: Path, number: signa
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
+def test_when_the_launcher_is_killed_its_ranks_end_too(tmp_path: Path) -> None:
+    line = ["env", f"TMPDIR={tmp_path}", *COMMAND, "-n", "2", write(tmp_path, STAY)]  # what it leaves, it leaves there
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        ranks = [os.pidfd_open(int(launcher.stdout.readline().split()[-1])) for _ in range(2)]
+        launcher.kill()
+        for rank in ranks:
+            assert select.select([rank], [], [], 10)[0], "a rank outlived its launcher"
+            os.close(rank)
+
+
 def test_after_a_failure_all_ranks_are_started_again_as_another_job(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +137,8 @@ def test_a_module_and_what_is_not_there(tmp_path: Path) -> None:
     done = murmura_run("-n", "1", str(tmp_path / "nowhere.py"))
     assert done.returncode == 2
     assert "can't open file" in done.stderr.rpartition("murmura run: ")[2]
+    status, said = run_here("", command=("no-such-program",))
+    assert (status, "no-such-program cannot be started" in said[-1]) == (1, True)
 
 
 @pytest.mark.parametrize(

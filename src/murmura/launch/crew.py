@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 import time
@@ -19,7 +20,6 @@ from torch.distributed.elastic.multiprocessing import (
     start_processes,
 )
 
-from murmura.errors import UsageError
 from murmura.launch.verdict import End
 
 __all__ = ["Member", "SignalException", "run_crew"]
@@ -28,6 +28,20 @@ POLL_SECONDS = 0.05
 LAST_WORDS_SECONDS = 4.0  # for the other ranks to notice that one has failed, and to say what that meant to them
 END_SECONDS = 30  # for a rank that was asked to end, to save its work, before it is killed
 READ_BYTES = 2**16  # of what a rank wrote last
+
+# Becomes the program named by its arguments, which gets SIGTERM if this launcher is killed (prctl, PR_SET_PDEATHSIG).
+TIE = """
+import ctypes, os, sys
+launcher, *command = sys.argv[1:]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 15)
+    if os.getppid() != int(launcher):
+        sys.exit("the launcher died")
+try:
+    os.execvp(command[0], command)
+except OSError as error:
+    sys.exit(f"{command[0]} cannot be started: {error}")
+"""
 
 
 @dataclass(frozen=True)
@@ -95,18 +109,14 @@ def run_crew(
 
 
 def _start(members: Sequence[Member], files: Files) -> SubprocessContext:
-    program = members[0].command[0]
-    try:
-        context = start_processes(
-            "rank",
-            program,
-            {index: tuple(member.command[1:]) for index, member in enumerate(members)},
-            {index: dict(member.variables) for index, member in enumerate(members)},
-            files,
-            {index: f"[rank {member.rank}] " for index, member in enumerate(members)},
-        )
-    except OSError as error:
-        raise UsageError(f"{program} cannot be started: {error}. Is it installed?") from error
+    context = start_processes(
+        "rank",
+        sys.executable,
+        {index: ("-I", "-c", TIE, str(os.getpid()), *member.command) for index, member in enumerate(members)},
+        {index: dict(member.variables) for index, member in enumerate(members)},
+        files,
+        {index: f"[rank {member.rank}] " for index, member in enumerate(members)},
+    )
     assert isinstance(context, SubprocessContext)
     return context
 

@@ -27,6 +27,7 @@ import torch
 from murmura.errors import MurmuraError, PeerLost, UsageError
 from murmura.launch.outcomes import Outcome, as_raised, root_cause, stuck
 from murmura.transports.base import Transport
+from murmura.transports.hierarchical import HierarchicalTransport
 from murmura.transports.process_group import ProcessGroupTransport
 from murmura.transports.rendezvous import file_store
 from murmura.transports.shared_memory import SharedMemoryTransport
@@ -225,8 +226,11 @@ def _join(birth: _Birth) -> Transport:
     rank, size = birth.rank, birth.world_size
     if birth.transport is TransportKind.SHARED_MEMORY:
         return SharedMemoryTransport.join(birth.job, rank, size, hosts=birth.hosts, timeout=birth.timeout)
+    store = file_store(birth.store_file, size)
+    if birth.transport is TransportKind.HIERARCHICAL:
+        return HierarchicalTransport.join(store, rank, size, hosts=birth.hosts, timeout=birth.timeout)
     return ProcessGroupTransport.join(
-        file_store(birth.store_file, size),
+        store,
         rank,
         size,
         backend=birth.transport,

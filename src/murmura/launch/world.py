@@ -23,7 +23,12 @@ class WorldKind(StrEnum):
 
 _LEGAL = {
     WorldKind.THREADS: (TransportKind.IN_PROCESS,),
-    WorldKind.PROCESSES: (TransportKind.SHARED_MEMORY, TransportKind.GLOO, TransportKind.NCCL),
+    WorldKind.PROCESSES: (
+        TransportKind.SHARED_MEMORY,
+        TransportKind.GLOO,
+        TransportKind.NCCL,
+        TransportKind.HIERARCHICAL,
+    ),
 }
 
 
@@ -46,7 +51,7 @@ def run_world(
     in the message. A rank that has not ended `timeout` seconds after the last of the others is killed and named.
 
     Args:
-        transport: with processes, "shared_memory" (the default), "gloo" or "nccl".
+        transport: with processes, "shared_memory" (the default), "gloo", "nccl" or "hierarchical".
         hosts: on which host each rank pretends to be, by rank: ``[0, 0, 1, 1]``.
         timeout: the deadline of each wait, 600 seconds if not given.
     """
