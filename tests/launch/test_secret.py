@@ -58,6 +58,16 @@ def test_ranks_that_share_a_secret_work_as_without_one() -> None:
     assert as_threads(*(lambda rank=rank: join(port, rank, "swordfish") for rank in range(2))) == [0.5, 0.5]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nccl_works_with_a_secret_too() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    config = DistributedConfig(world_size=1, rank=0, coordinator_addr=address, transport="nccl", secret="swordfish")
+    with connect(config) as transport:
+        tensor = torch.ones(1000, device="cuda")
+        assert torch.equal(transport.channel("other").all_reduce(tensor), torch.ones(1000, device="cuda"))
+
+
 @pytest.mark.parametrize("secrets", [("swordfish", "goldfish"), ("swordfish", None), (None, "swordfish")])
 def test_a_wrong_or_missing_secret_ends_both_sides_before_they_connect(secrets: tuple[str | None, str | None]) -> None:
     port = free_port()

@@ -17,9 +17,12 @@ from murmura.types import TransportKind, parse
 
 def run(
     script: Annotated[str, typer.Argument(help="The Python file that every rank runs.", metavar="SCRIPT")],
-    args: Annotated[list[str] | None, typer.Argument(help="Its own arguments.", metavar="[ARGS]...")] = None,
+    args: Annotated[list[str] | None, typer.Argument(help="Its own arguments.", metavar="ARGS")] = None,
     ranks: Annotated[
-        str, typer.Option("-n", "--ranks", help="Ranks on this host; auto: a rank for each GPU, else for each core.")
+        str,
+        typer.Option(
+            "-n", "--ranks", help="Ranks on this host; auto: one for each GPU, else for each core.", metavar="RANKS"
+        ),
     ] = "auto",
     nnodes: Annotated[int, typer.Option(help="Hosts in all; run the same command on each.", metavar="N")] = 1,
     node_rank: Annotated[int, typer.Option(help="Which of them this one is, from 0.", metavar="K")] = 0,
