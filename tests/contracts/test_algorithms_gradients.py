@@ -46,7 +46,7 @@ def test_all_reduce(size: int, optimizer: str) -> None:
     assert all(spread(each) == 0 for each in flats)
 
 
-@grid("hosts, average", HOSTS, (True, False), sample=2)
+@grid("hosts, average", HOSTS, (True, False), sample=4)
 def test_all_reduce_between_hosts(hosts: Sequence[int], average: bool) -> None:
     task, size = regression("momentum"), len(hosts)
     flats = by_step(train_world(size, GradientAllReduceAlgorithm(True, average), task, STEPS, hosts))
@@ -83,7 +83,7 @@ def test_bytegrad_with_another_compressor(compressor: Any) -> None:
     assert_close(by_step(runs), wanted, within=0.0)
 
 
-@grid("hosts, bucket_size_bytes", HOSTS, (300, 10**6), sample=2)
+@grid("hosts, bucket_size_bytes", HOSTS, (300, 10**6), sample=4)
 def test_bytegrad_between_hosts(hosts: Sequence[int], bucket_size_bytes: int) -> None:
     task, size = regression("momentum"), len(hosts)
     runs = train_world(size, ByteGradAlgorithm(True), task, STEPS, hosts, bucket_size_bytes=bucket_size_bytes)
@@ -159,7 +159,7 @@ def qadam_task(warmup: int, weight_decay: float = 0.0, dtype: torch.dtype = torc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@grid("size, weight_decay", SIZES, (0.0, 0.1), sample=2)
+@grid("size, weight_decay", SIZES, (0.0, 0.1), sample=3)
 def test_warming_up_is_adam_to_the_bit(size: int, weight_decay: float, dtype: torch.dtype) -> None:
     reference = replace(regression(dtype=dtype), make_optimizer=functools.partial(decaying_adam, decay=weight_decay))
     runs = train_world(size, QAdamAlgorithm(), qadam_task(100, weight_decay, dtype), STEPS)
@@ -182,7 +182,7 @@ def test_alone_the_optimizer_is_adam_to_the_bit_while_it_warms_up() -> None:
             assert torch.equal(one, other)
 
 
-@grid("size, warmup, weight_decay", SIZES, (1, 3), (0.0, 0.1), sample=3)
+@grid("size, warmup, weight_decay", SIZES, (1, 3), (0.0, 0.1), sample=5)
 def test_qadam(size: int, warmup: int, weight_decay: float) -> None:
     task = qadam_task(warmup, weight_decay)
     runs = train_world(size, QAdamAlgorithm(hierarchical=False), task, 7)
