@@ -55,7 +55,7 @@ def down() -> None:
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
-    command: Annotated[list[str], typer.Argument(help="What every rank runs.", metavar="COMMAND...")],
+    command: Annotated[list[str], typer.Argument(help="What every rank runs.", metavar="COMMAND")],
     ranks_per_host: Annotated[int, typer.Option(help="Ranks on each host.", metavar="N")] = 1,
 ) -> None:
     """Run a command on every host of the lab, as the ranks of one world.

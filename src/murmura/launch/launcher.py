@@ -67,7 +67,7 @@ def _run(plan: LaunchPlan, attempt: Attempt, nodes: Nodes | None) -> Failure | N
     if nodes is None:
         return failure
     if failure is None and any(end.was_ended for end in ends):  # because of another host, whose launcher may be gone
-        failure = Failure(ends[-1].rank, host, 1, "It was ended because another host had failed or gone.", 5)
+        failure = Failure(None, host, 1, "It ended its ranks because another host had failed or gone.", 5)
     return nodes.settle(attempt, failure)
 
 
