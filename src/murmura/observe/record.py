@@ -1,0 +1,67 @@
+"""The record of one step of one rank, and its line of JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where the time of one step went on one rank.
+
+    wall_ms = compute_ms + waited_ms, and exchange_ms = hidden_ms + the part of waited_ms in which an exchange was under
+    way. What is None was not asked for, or, for `waiting`, is not known to the transport.
+    """
+
+    step: int  # DDP's round
+    rank: int
+    time: float  # seconds since the epoch, at the end of the step
+    wall_ms: float  # from the end of the step before
+    compute_ms: float  # the training thread did its own work: data, forward, backward, optimizer
+    waited_ms: float  # the training thread synchronised: exchange time that is exposed, and copies before and after it
+    exchange_ms: float  # tensors were on their way, in any thread
+    hidden_ms: float  # the part of it that the training thread did not notice
+    bytes: dict[str, int]  # given to each operation; what a collective then moves depends on the transport
+    waiting: dict[int, float] | None = None  # milliseconds in which each peer was waited for, in any thread
+    gradient_norm: float | None = None  # of the gradients that the optimizer applied
+    consensus_distance: float | None = None  # see DDP.consensus_distance
+    logged: dict[str, float] = field(default_factory=dict)  # what the program added with Observer.log
+
+    def to_json(self) -> str:
+        """One line; what is None is left out, and a number that is not finite is null, as JSON has none."""
+        values = {name: _finite(value) for name, value in asdict(self).items() if value is not None}
+        return json.dumps(values, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        """The record that `to_json` put in a line; null is a NaN."""
+        values: dict[str, Any] = _numbers(json.loads(line))
+        if "waiting" in values:
+            values["waiting"] = {int(peer): ms for peer, ms in values["waiting"].items()}
+        return cls(**values)
+
+    def scalars(self) -> Mapping[str, float]:
+        """Every number by a name with a slash where it is nested: "bytes/all_reduce", "waiting/1"."""
+        scalars: dict[str, float] = {}
+        for name, value in asdict(self).items():
+            if isinstance(value, dict):
+                scalars |= {f"{name}/{key}": each for key, each in value.items()}
+            elif value is not None and name not in ("step", "rank", "time"):
+                scalars[name] = value
+        return scalars
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _numbers(each) for key, each in value.items()}
+    return math.nan if value is None else value

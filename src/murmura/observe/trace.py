@@ -1,0 +1,87 @@
+"""Traces in the Trace Event format, for Perfetto and chrome://tracing: a process a rank, a track a thread.
+
+Times are microseconds since the epoch, so traces of ranks and hosts fit together as well as their clocks do. A file is
+an array with one event a line: it opens even if the run was killed before the last bracket.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from murmura.errors import UsageError
+from murmura.observe.recorder import PREFIX
+from murmura.observe.spans import Span
+
+
+class TraceFile:
+    """The trace of one rank, `folder`/rank-<rank>.trace.json; a file of an earlier run is replaced.
+
+    `thread` is the training thread; `epoch_ns` is what to add to a span's time to get that since the epoch.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], rank: int, thread: int, epoch_ns: int) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._rank = rank
+        self._epoch_ns = epoch_ns
+        self._training = thread
+        self._tracks = {thread: 0}  # by thread
+        self._file: IO[str] = open(Path(folder) / f"rank-{rank}.trace.json", "w", encoding="utf-8")
+        self._file.write("[\n")
+        self._write(self._name("process_name", 0, f"rank {rank}"), is_first=True)
+        self._write({"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
+        self._write(self._name("thread_name", 0, "training"))
+
+    def write(self, spans: Sequence[Span], thread_names: Mapping[int, str]) -> None:
+        """Add spans that have ended; threads that were not seen yet get a track with their name."""
+        for span in spans:
+            track = self._tracks.get(span.thread)
+            if track is None:
+                track = self._tracks[span.thread] = len(self._tracks)
+                self._write(self._name("thread_name", track, thread_names[span.thread]))
+            args = {"bytes": span.sent_bytes} if span.operation else {}
+            self._span(span.name, track, span.began_ns, span.ended_ns, args)
+        self._file.flush()
+
+    def write_step(self, step: int, began_ns: int, ended_ns: int) -> None:
+        """Add the span of a whole step to the track of the training thread."""
+        self._span(f"{PREFIX}step {step}", self._tracks[self._training], began_ns, ended_ns, {})
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._file.write("\n]\n")
+            self._file.close()
+
+    def _span(self, name: str, track: int, began_ns: int, ended_ns: int, args: Mapping[str, Any]) -> None:
+        event = {"name": name, "cat": "murmura", "ph": "X", "pid": self._rank, "tid": track}
+        times = {"ts": (began_ns + self._epoch_ns) / 1000, "dur": (ended_ns - began_ns) / 1000}
+        self._write({**event, **times, "args": args})
+
+    def _name(self, what: str, track: int, name: str) -> dict[str, Any]:
+        return {"name": what, "ph": "M", "pid": self._rank, "tid": track, "args": {"name": name}}
+
+    def _write(self, event: Mapping[str, Any], *, is_first: bool = False) -> None:
+        self._file.write(("" if is_first else ",\n") + json.dumps(event))
+
+
+def merge_traces(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
+    """Put the traces of all ranks in `folder` into one `file` that opens in Perfetto."""
+    traces = sorted(Path(folder).glob("rank-*.trace.json"))
+    if not traces:
+        raise UsageError(f"there is no trace in {folder}. Observe with trace={str(folder)!r} first.")
+    events: list[str] = []
+    for trace in traces:
+        events += _events(trace.read_text(encoding="utf-8"))
+    Path(file).write_text("[\n" + ",\n".join(events) + "\n]\n", encoding="utf-8")
+
+
+def _events(text: str) -> list[str]:
+    lines = [line.removesuffix(",") for line in text.splitlines() if line.startswith("{")]
+    try:
+        json.loads(lines[-1])
+    except ValueError:  # half a line: the run was killed
+        lines.pop()
+    return lines
