@@ -4,7 +4,7 @@
 settled, and raise `UsageError` until they are built.
 """
 
-from murmura import lab
+from murmura import lab, observe
 from murmura.aggregation import (
     AllReduceAggregator,
     GradientAggregator,
@@ -124,6 +124,7 @@ __all__ = [
     "average_losses",
     "connect",
     "lab",
+    "observe",
     "run_world",
     "seed_everything",
 ]

@@ -19,6 +19,7 @@ from murmura.ddp.driver import Driver
 from murmura.ddp.flattening import broadcast_together
 from murmura.ddp.replica import ModelReplica
 from murmura.errors import ConfigError, UsageError
+from murmura.observe import Observer
 from murmura.transports.base import Transport
 from murmura.transports.connect import connect
 from murmura.types import NonFinite, parse
@@ -185,6 +186,10 @@ class DDP(nn.Module):
         """Inside it the module holds the mean of all replicas; afterwards each has its own weights back. Collective."""
         self._driver.settle()
         return consensus.average_parameters(self._replica)
+
+    def observe(self, observer: Observer | None) -> None:
+        """Report to `observer` from now on, None ends it; an `Observer` calls it by itself."""
+        self._driver.observe(observer)
 
     # Life
 

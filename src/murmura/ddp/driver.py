@@ -25,6 +25,8 @@ from murmura.ddp.joining import Joining
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.rounds import GradientRounds, first_nonfinite, weigh
 from murmura.errors import ConfigError, NonFiniteGradient, UsageError
+from murmura.observe.observer import Observer, exposed
+from murmura.observe.recorder import Probe
 from murmura.types import Exchanges, NonFinite
 
 log = logging.getLogger("murmura")
@@ -51,6 +53,7 @@ class Driver:
         self._broadcasts_buffers = broadcasts_buffers and bool(replica.buffers)
         self._verify_every = verify_every
         self._nonfinite = nonfinite
+        self._observer: Observer | None = None
         self._closed = False
         self._open = False  # a round has begun
         self._held_back = False  # a backward inside no_sync waits for its round
@@ -201,6 +204,12 @@ class Driver:
         self._refuse_unfinished("forward")
         if self._open:
             return
+        if self._observer is not None:
+            self._observer.round_opens(self.replica.round)
+        with exposed(self._observer, "open_round"):
+            self._open_round()
+
+    def _open_round(self) -> None:
         replica = self.replica
         if not self.joining.active:
             self.joining.round_ended()  # of a batch that a loop was left with
@@ -253,10 +262,16 @@ class Driver:
 
     def before_step(self, optimizer: Optimizer) -> None:
         self.replica.remember(optimizer)
-        self.algorithm.before_step(optimizer)
+        if self._observer is not None:
+            self._observer.before_step(self.replica.parameters)
+        with exposed(self._observer, "before_step"):
+            self.algorithm.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self.algorithm.after_step(optimizer)
+        with exposed(self._observer, "after_step"):
+            self.algorithm.after_step(optimizer)
+        if self._observer is not None:
+            self._observer.stepped()
 
     # Rounds
 
@@ -276,6 +291,10 @@ class Driver:
             self._finish(one_by_one=one_by_one)
 
     def _finish(self, *, one_by_one: bool = False) -> None:
+        with exposed(self._observer, "finish_round"):
+            self._finish_round(one_by_one)
+
+    def _finish_round(self, one_by_one: bool) -> None:
         replica = self.replica
         if self._exchanges_gradients:
             if self._observed is None:
@@ -318,6 +337,13 @@ class Driver:
                 f"{what} was called while the round of an earlier backward is unfinished: that backward raised, or is "
                 "still running. Other ranks may be waiting for its gradients, so the world cannot go on: start it anew."
             )
+
+    def observe(self, observer: Observer | None) -> None:
+        """Report to `observer` from now on; None ends it."""
+        if observer is not None and self._observer is not None:
+            raise UsageError("this DDP is already observed. End the other Observer first, or give that one more sinks.")
+        self._observer = self._rounds.observer = observer
+        self.channel.observe(None if observer is None else Probe(observer.recorder, range(self.channel.world_size)))
 
     def close(self) -> None:
         """Remove the hooks and end the communication thread; may be called again."""

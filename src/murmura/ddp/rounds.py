@@ -16,6 +16,7 @@ from torch import nn
 
 from murmura.buckets import Bucket, Tail
 from murmura.errors import CollectiveMismatch, MurmuraError, UsageError
+from murmura.observe.observer import Observer, exchanging
 from murmura.transports.order import Order, Ticket
 
 
@@ -24,6 +25,7 @@ class GradientRounds:
 
     def __init__(self, name: str, world_size: int) -> None:
         self.exchange: Callable[[Bucket], None]
+        self.observer: Observer | None = None
         self.observed: list[nn.Parameter] = []  # in the order their gradients came, of the round under way
         self._order = Order(name)
         self._world_size = world_size
@@ -131,7 +133,10 @@ class GradientRounds:
 
         def exchange() -> None:
             try:
-                with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                with (
+                    exchanging(self.observer, "bucket", bucket.index),
+                    contextlib.nullcontext() if stream is None else torch.cuda.stream(stream),
+                ):
                     self.exchange(bucket)
             except MurmuraError as error:
                 error.add_note(f"It was the exchange of {what}.")

@@ -128,8 +128,10 @@ class Observer:
         self._is_closed = True
         self._ddp.observe(None)
         with contextlib.ExitStack() as closing:
-            for each in (*self._sinks, *([self._trace] if self._trace is not None else [])):
-                closing.callback(each.close)
+            for sink in self._sinks:
+                closing.callback(sink.close)
+            if self._trace is not None:
+                closing.callback(self._trace.close)
             if self._step is not None:
                 self._finish(self._step, self._end_of_step(), None)
 

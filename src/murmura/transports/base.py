@@ -136,7 +136,7 @@ class Transport(TransportCore):
             store(flat_out, target)
             return target
 
-        return self._run("all_reduce", work, async_op)  # type: ignore[no-any-return]
+        return self._operate("all_reduce", work, async_op, [tensor])  # type: ignore[no-any-return]
 
     def broadcast(
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False, timeout: float | None = None
@@ -151,7 +151,7 @@ class Transport(TransportCore):
                 store(flat, tensor)
             return tensor
 
-        return self._run("broadcast", work, async_op)  # type: ignore[no-any-return]
+        return self._operate("broadcast", work, async_op, [tensor] if self.rank == src else ())  # type: ignore[no-any-return]
 
     def barrier(self, timeout: float | None = None) -> None:
         """Return once every rank has called."""
@@ -160,7 +160,7 @@ class Transport(TransportCore):
             if self.world_size > 1:
                 self._barrier(timeout)
 
-        self._run("barrier", work, async_op=False)
+        self._operate("barrier", work, async_op=False)
 
     def reduce(
         self,
@@ -183,7 +183,7 @@ class Transport(TransportCore):
                 store(flat, tensor)
             return tensor
 
-        return self._run("reduce", work, async_op)  # type: ignore[no-any-return]
+        return self._operate("reduce", work, async_op, [tensor] if self.rank != dst else ())  # type: ignore[no-any-return]
 
     def reduce_scatter(
         self,
@@ -205,7 +205,7 @@ class Transport(TransportCore):
             chunk = flat.clone() if self.world_size == 1 else self._reduce_scatter(flat, op, timeout)
             return chunk.to(tensor.device)
 
-        return self._run("reduce_scatter", work, async_op)  # type: ignore[no-any-return]
+        return self._operate("reduce_scatter", work, async_op, [tensor])  # type: ignore[no-any-return]
 
     def all_gather(
         self, tensor: Tensor, *, async_op: bool = False, timeout: float | None = None
@@ -217,7 +217,7 @@ class Transport(TransportCore):
             self._agree(f"all_gather() of {describe_rows(tensor)}", timeout)
             return self._all_gather(tensor.detach().contiguous(), timeout)
 
-        return self._run("all_gather", work, async_op)  # type: ignore[no-any-return]
+        return self._operate("all_gather", work, async_op, [tensor])  # type: ignore[no-any-return]
 
     def gather(
         self, tensor: Tensor, dst: int = 0, *, async_op: bool = False, timeout: float | None = None
@@ -229,7 +229,7 @@ class Transport(TransportCore):
             self._agree(f"gather(dst={dst}) of {describe_rows(tensor)}", timeout)
             return gather.gather(self, tensor.detach().contiguous(), dst, timeout=self._seconds(timeout))
 
-        return self._run("gather", work, async_op)  # type: ignore[no-any-return]
+        return self._operate("gather", work, async_op, [tensor])  # type: ignore[no-any-return]
 
     def scatter(
         self,
@@ -248,7 +248,7 @@ class Transport(TransportCore):
             gather.scatter(self, tensors, src, out.detach(), timeout=self._seconds(timeout))
             return out
 
-        return self._run("scatter", work, async_op)  # type: ignore[no-any-return]
+        return self._operate("scatter", work, async_op, tensors or ())  # type: ignore[no-any-return]
 
     def all_to_all(
         self,
@@ -266,7 +266,7 @@ class Transport(TransportCore):
             outs = [out.detach() for out in recvs]
             gather.all_to_all(self, sends, outs, timeout=self._seconds(timeout))
 
-        return self._run("all_to_all", work, async_op)  # type: ignore[no-any-return]
+        return self._operate("all_to_all", work, async_op, sends)  # type: ignore[no-any-return]
 
     # Memory
 

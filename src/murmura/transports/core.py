@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from murmura.errors import ConfigError, TransportClosed, UsageError
+from murmura.observe.recorder import Probe
 from murmura.transports.failures import again
 from murmura.transports.order import Order, Ticket
 
@@ -37,6 +38,9 @@ class TransportCore(ABC):
         self._closed = False
         self._operation = ""  # what runs now, for error messages
         self._num_collectives = 0
+        self._splits: list[Any] = []  # transports of the backend's own kind
+        self._ranks_in_parent: Sequence[int] = range(world_size)  # by rank here, if this was split off
+        self._probe: Probe | None = None
 
     @abstractmethod
     def close(self) -> None:
@@ -47,6 +51,25 @@ class TransportCore(ABC):
         if self._failure is None:
             self._failure = error
 
+    def observe(self, probe: Probe | None) -> None:
+        """Report operations and waiting to `probe`, here and on what is split off now or later; None ends it."""
+        self._probe = probe
+        self._observe_waiting(probe)
+        for split in self._splits:
+            split.observe(None if probe is None else probe.within(split._ranks_in_parent))
+
+    def _observe_waiting(self, probe: Probe | None) -> None:
+        """Report whom operations wait for; here, where a backend cannot tell, do not."""
+        return
+
+    def _keep(self, split: TransportCore, members: Sequence[int] | None) -> None:
+        """`split`, of ranks `members`, has been split off: it is closed and observed together with this transport."""
+        self._splits.append(split)
+        if members is not None:
+            split._ranks_in_parent = members
+        if self._probe is not None:
+            split.observe(self._probe.within(split._ranks_in_parent))
+
     def __enter__(self) -> Self:
         return self
 
@@ -56,6 +79,17 @@ class TransportCore(ABC):
         if error is not None:
             self.abort(error)
         self.close()
+
+    def _operate(self, name: str, work: Callable[[], Any], async_op: bool, sent: Sequence[Tensor] = ()) -> Any:
+        """Run one operation, which is given `sent`, as `_run` does; it is reported unless it is part of another."""
+        probe = self._probe
+        if probe is not None and not self._order.runs_here():
+            work = probe.operation(name, sent, work, in_background=async_op)
+        return self._run(name, work, async_op)
+
+    def _sent(self, sends: Sequence[tuple[Tensor, int]]) -> Sequence[Tensor]:
+        """What an exchange sends, if anybody wants to know."""
+        return () if self._probe is None else [tensor for tensor, _ in sends]
 
     def _run(self, name: str, work: Callable[[], Any], async_op: bool) -> Any:
         """Run one operation in its turn: inline, or in the communication thread if `async_op`."""

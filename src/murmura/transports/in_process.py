@@ -18,6 +18,7 @@ from murmura.collectives.chunks import chunk_bounds, plan_segments
 from murmura.collectives.direct import push
 from murmura.collectives.reduction import Reduction
 from murmura.errors import ConfigError, TransportClosed, TransportError
+from murmura.observe.recorder import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_members, describe
@@ -88,7 +89,7 @@ class InProcessTransport(Transport):
     ) -> None:
         super().__init__(rank, board.world_size, hosts=hosts, timeout=timeout, name=name)
         self._board = board
-        self._splits: list[InProcessTransport] = []
+        self._waiting_probe: Probe | None = None
         self._split_counts: dict[Any, int] = {}
 
     @classmethod
@@ -113,7 +114,9 @@ class InProcessTransport(Transport):
         self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
     ) -> Ticket | None:
         self._check_pairs(sends, recvs)
-        return self._run("exchange", lambda: self._exchange(sends, recvs, timeout), async_op)  # type: ignore[no-any-return]
+        return self._operate(  # type: ignore[no-any-return]
+            "exchange", lambda: self._exchange(sends, recvs, timeout), async_op, self._sent(sends)
+        )
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> InProcessTransport | None:
         members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
@@ -133,8 +136,11 @@ class InProcessTransport(Transport):
             timeout=self.timeout,
             name=f"{self.name}/{name}",
         )
-        self._splits.append(split)
+        self._keep(split, members)
         return split
+
+    def _observe_waiting(self, probe: Probe | None) -> None:
+        self._waiting_probe = probe
 
     def abort(self, error: BaseException) -> None:
         if self._failure is None:
@@ -273,6 +279,8 @@ class InProcessTransport(Transport):
         """Wait, holding the board, until nobody is `missing`; `stuck(peer)` says that both would wait for ever."""
         board = self._board
         patience = Patience(self.rank, self._operation, self._seconds(timeout))
+        if self._waiting_probe is not None:
+            missing = self._waiting_probe.waiting(missing)
         while awaited := missing():
             if self._closed:
                 raise TransportClosed(

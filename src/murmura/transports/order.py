@@ -82,9 +82,13 @@ class Order:
         """Whether the caller is the communication thread, which must never spin: it would hold the GIL."""
         return threading.current_thread() is self._thread
 
+    def runs_here(self) -> bool:
+        """Whether the caller's thread is the one that runs an operation now."""
+        return self._owner == threading.get_ident()
+
     def run(self, work: Callable[[], Any]) -> Any:
         """Run `work` in its turn and return its result; inside another operation, at once."""
-        if self._owner == threading.get_ident():
+        if self.runs_here():
             return work()
         if not self.idle:
             return self.submit("operation", work).wait()

@@ -91,7 +91,6 @@ class ProcessGroupTransport(Transport):
         self._liveness = Liveness(roster.pids if roster else {})
         self._diary = Diary(store, rank, world_size, self._liveness) if store is not None else None
         self._owns_group = False
-        self._splits: list[ProcessGroupTransport] = []
         self._split_counts: dict[Any, int] = {}
         self._call = ""  # in words, of the collective under way
 
@@ -149,7 +148,7 @@ class ProcessGroupTransport(Transport):
             for (flat, _), (out, _) in zip(incoming, recvs, strict=True):
                 bring_back(flat, out)
 
-        return self._run("exchange", work, async_op)  # type: ignore[no-any-return]
+        return self._operate("exchange", work, async_op, self._sent(sends))  # type: ignore[no-any-return]
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> ProcessGroupTransport | None:
         members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
@@ -175,7 +174,7 @@ class ProcessGroupTransport(Transport):
             hosts=[self.hosts[member] for member in members],
             name=f"{self.name}/{name}",
         )
-        self._splits.append(split)
+        self._keep(split, members)
         return split
 
     def abort(self, error: BaseException) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from murmura.observe.recorder import Probe
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import (
     check_all_reduce,
@@ -41,7 +42,6 @@ class TransportDecorator(Transport):
             name=f"{type(self).__name__}({transport.name})",
         )
         self.inner = transport
-        self._splits: list[Self] = []
 
     @abstractmethod
     def _around(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any]) -> Any:
@@ -52,15 +52,18 @@ class TransportDecorator(Transport):
         """The same decoration around a channel or subgroup of the transport inside."""
 
     def _do(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any], async_op: bool) -> Any:
-        return self._run(name, lambda: self._around(name, sent, received, work), async_op)
+        return self._operate(name, lambda: self._around(name, sent, received, work), async_op, sent)
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> Self | None:
         split = self.inner.split(name, ranks)
         if split is None:
             return None
         wrapped = self._wrap(split)
-        self._splits.append(wrapped)
+        self._keep(wrapped, ranks)
         return wrapped
+
+    def _observe_waiting(self, probe: Probe | None) -> None:
+        self.inner._observe_waiting(probe)
 
     def abort(self, error: BaseException) -> None:
         super().abort(error)

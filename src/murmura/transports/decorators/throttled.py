@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from murmura.errors import ConfigError, TransportClosed
+from murmura.observe.recorder import Probe
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.order import Ticket
 
@@ -53,7 +54,6 @@ class ThrottledTransport(Transport):
         self._bandwidth, self._latency = bandwidth, latency
         self._free_at = 0.0  # when the link has carried the exchange before
         self._ended = threading.Event()
-        self._splits: list[ThrottledTransport] = []
 
     def exchange(
         self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
@@ -74,15 +74,18 @@ class ThrottledTransport(Transport):
             self._free_at = met + self._latency + max(sent, received) / self.bytes_per_second
             self._pass_time(self._free_at)
 
-        return self._run("exchange", work, async_op)  # type: ignore[no-any-return]
+        return self._operate("exchange", work, async_op, self._sent(sends))  # type: ignore[no-any-return]
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> ThrottledTransport | None:
         split = self.inner.split(name, ranks)
         if split is None:
             return None
         throttled = ThrottledTransport(split, self._bandwidth, self._latency)
-        self._splits.append(throttled)
+        self._keep(throttled, ranks)
         return throttled
+
+    def _observe_waiting(self, probe: Probe | None) -> None:
+        self.inner._observe_waiting(probe)
 
     def abort(self, error: BaseException) -> None:
         super().abort(error)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from murmura.collectives.chunks import SMALL_BYTES
 from murmura.errors import TransportClosed
+from murmura.observe.recorder import Probe
 from murmura.transports.failures import Departure, Patience, mismatch, peer_lost
 from murmura.transports.shared_memory import futex
 from murmura.transports.shared_memory.arena import PAGE_BYTES, round_up
@@ -79,6 +80,7 @@ class Board:
         self.peers = [peer for peer in range(self.world_size) if peer != rank]
         self.fence = futex.Fence()
         self.closed = False
+        self.probe: Probe | None = None  # told whom this rank waits for
         crowded = self.world_size > len(os.sched_getaffinity(0))
         self.spins = 0 if crowded else SPINS
         self._asleep = [self.at[peer] + ASLEEP for peer in self.peers]
@@ -139,6 +141,8 @@ class Board:
 
         Without `spin` it sleeps at once, which a thread beside another must.
         """
+        if self.probe is not None:
+            missing = self.probe.waiting(missing)
         if spin:
             for _ in range(self.spins):
                 if not missing():

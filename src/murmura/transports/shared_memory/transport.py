@@ -12,6 +12,7 @@ from torch import Tensor
 
 from murmura.collectives.reduction import Reduction
 from murmura.errors import ConfigError, TransportError
+from murmura.observe.recorder import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_members, describe, store
@@ -54,7 +55,6 @@ class SharedMemoryTransport(Transport):
         self._board = Board(segment, rank, blocks, life_fds)
         self._mail = Mail(self._board)
         self._meeting = Meeting(self._board, self._mail)
-        self._splits: list[SharedMemoryTransport] = []
         self._one_shots: dict[Any, OneShot] = {}  # by shape, dtype and operation
         self._prepared: dict[Any, tuple[OneShot, memoryview, Any]] = {}  # by address too: the views of a tensor
         self._main_thread = main_thread().ident
@@ -113,7 +113,7 @@ class SharedMemoryTransport(Transport):
             for (flat, _, _), (out, _) in zip(incoming, recvs, strict=True):
                 store(flat, out)
 
-        return self._run("exchange", work, async_op)  # type: ignore[no-any-return]
+        return self._operate("exchange", work, async_op, self._sent(sends))  # type: ignore[no-any-return]
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> SharedMemoryTransport | None:
         members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
@@ -134,7 +134,7 @@ class SharedMemoryTransport(Transport):
             timeout=self.timeout,
             name=f"{self.name}/{name}",
         )
-        self._splits.append(split)
+        self._keep(split, members)
         return split
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
@@ -142,6 +142,9 @@ class SharedMemoryTransport(Transport):
             return super().allocate(numel, dtype, device)
         self._check_usable()
         return self._segment.allocate(numel, dtype)
+
+    def _observe_waiting(self, probe: Probe | None) -> None:
+        self._board.probe = probe
 
     def abort(self, error: BaseException) -> None:
         if self._failure is None:
@@ -187,6 +190,7 @@ class SharedMemoryTransport(Transport):
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
                 and self._order.idle
+                and self._probe is None
                 and get_ident() == self._main_thread
             ):
                 with self._order.lock:
