@@ -256,15 +256,20 @@ def test_a_tensor_of_many_pieces_is_the_sum_of_its_blocks(block_size: int | None
     assert torch.equal(decoded, torch.cat([round_trip(MinMaxUInt8(None), block) for block in blocks]))
 
 
-def test_codes_at_the_edge_of_a_step_do_not_wrap() -> None:
-    """Ranges whose ends fall between two codes, where the highest or the lowest could round out of a byte."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_codes_at_the_edge_of_a_step_do_not_wrap(dtype: torch.dtype) -> None:
+    """Where the maximum lies between two codes, give or take a rounding, and the minimum as well."""
     generator = torch.Generator().manual_seed(0)
-    for dtype in (torch.float32, torch.float64):
-        halves = torch.randint(0, 511, (4096, 1), generator=generator).to(dtype) / 2
-        scale = torch.rand(4096, 1, generator=generator).to(dtype) + 0.1
-        blocks = torch.cat((-halves, torch.zeros_like(halves), 255 - halves), 1) * scale
+    spread = torch.rand(20_000, 1, generator=generator, dtype=dtype) + 1
+    payload = compressed(MinMaxUInt8(2), torch.cat((torch.zeros_like(spread), spread), 1).view(-1))
+    step = payload[40_000:].view(dtype).view(-1, 2)[:, 1:]
+    middle = torch.randint(1, 254, (20_000, 1), generator=generator).to(dtype) + 0.5
+    nudge = torch.randint(-3, 4, (20_000, 1), generator=generator).to(dtype) * torch.finfo(dtype).eps
+    for high in ((middle + middle * nudge) * step, spread - (middle + middle * nudge) * step):
+        blocks = torch.cat((high - spread, torch.zeros_like(high), high), 1)
         decoded = round_trip(MinMaxUInt8(3), blocks.view(-1)).view(-1, 3)
-        assert bool(((decoded - blocks).abs() <= scale * 0.5001).all())
+        assert bool(((decoded - blocks).abs() <= step * 0.5001).all())
+        assert not decoded[:, 1].any()
 
 
 def test_one_outlier_costs_one_block_its_resolution() -> None:

@@ -110,3 +110,15 @@ def test_more_than_two_billion_elements() -> None:
     assert torch.equal(out[-5:], values[-5:])
     assert torch.equal(out[2**31 - 3 : 2**31 + 3], values[2**31 - 3 : 2**31 + 3])
     assert int(out.count_nonzero()) == 6
+
+
+def test_threads_may_be_the_first_to_compile() -> None:
+    compressor = murmura.MinMaxUInt8(768)  # a shape that no other test has asked for
+    values = samples("normal", 10_007, torch.float32)
+    expected = round_trip(compressor, values, "cpu", 0)
+
+    def work(transport: murmura.Transport) -> bool:
+        found = round_trip(compressor, values, "cuda", 0)
+        return all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(found, expected, strict=True))
+
+    assert all(murmura.run_world(work, 4, timeout=120))

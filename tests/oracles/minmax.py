@@ -51,8 +51,7 @@ def encode_block(block: list[Any], number: Any) -> tuple[list[int], float, float
     if low > 0 or high < 0:
         anchor, zero = low, 0
     else:
-        margin = number(0.5 + (2.0**-11 if number is np.float32 else 2.0**-40))
-        anchor, zero = number(0), 255 - math.floor(high * scale * inverse + margin)
+        anchor, zero = number(0), 255 - math.floor(high * scale * inverse + number(0.5))
     codes = [round_to_even((value - anchor) * scale * inverse, zero) for value in block]
     assert all(0 <= code <= 255 for code in codes), codes
     base = float(anchor) - zero * float(step) + 0.0

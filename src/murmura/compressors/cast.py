@@ -48,6 +48,10 @@ class Cast(Compressor):
         check_call(self, out, payload)
         out.detach().copy_(self._values(payload))
 
+    def decompress_add(self, payload: Tensor, out: Tensor) -> None:
+        check_call(self, out, payload)
+        out.detach().add_(self._values(payload))
+
     def _values(self, payload: Tensor) -> Tensor:
         """`payload` as values of `dtype`: a view where the bytes lie so that there can be one."""
         return (payload if self._is_aligned(payload) else payload.clone()).view(self.dtype)

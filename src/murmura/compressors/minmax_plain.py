@@ -30,7 +30,6 @@ PIECE_ELEMENTS = 2**18  # what one core takes at a time, to find it in its cache
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 MAGIC = {torch.float32: 1.5 * 2.0**23, torch.float64: 1.5 * 2.0**52}  # added to t, leaves round(t) in the low bits
 SMALLEST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
-MARGIN = {torch.float32: 2.0**-11, torch.float64: 2.0**-40}  # the part of the slack that is above the highest code
 FEW_BITS = {torch.float32: 2**15, torch.float64: 2**44}  # a whole number up to here times a code is exact
 
 
@@ -70,7 +69,7 @@ def grid_of(low: Tensor, high: Tensor) -> Grid:
     inverse = (step * lift).reciprocal_().masked_fill_(is_constant, 0)
     lift.masked_fill_(overflows, SINK)
     anchor = low.masked_fill(spans_zero, 0)
-    zero = (255 - (high * lift * inverse + (0.5 + MARGIN[dtype])).floor_()).masked_fill_(~spans_zero, 0)
+    zero = (255 - (high * lift * inverse + 0.5).floor_()).masked_fill_(~spans_zero, 0)
     base = anchor - zero * step + 0.0  # no negative zero, which devices may tell apart
     is_finite = low.isfinite() & high.isfinite()
     header = (base, torch.where(overflows, -step, step))
