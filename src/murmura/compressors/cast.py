@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from murmura.compressors.base import Compressor, check_call, check_encodable
+from murmura.compressors.base import PIECE_ELEMENTS, Compressor, check_call, check_encodable
 from murmura.errors import ConfigError, UsageError
 
 TARGETS = (torch.float16, torch.bfloat16, torch.float32)
@@ -50,7 +50,10 @@ class Cast(Compressor):
 
     def decompress_add(self, payload: Tensor, out: Tensor) -> None:
         check_call(self, out, payload)
-        out.detach().add_(self._values(payload))
+        values, out = self._values(payload), out.detach()
+        piece = PIECE_ELEMENTS if out.is_cpu else max(1, out.numel())  # what torch converts for the sum stays in cache
+        for first in range(0, out.numel(), piece):
+            out[first : first + piece].add_(values[first : first + piece])
 
     def _values(self, payload: Tensor) -> Tensor:
         """`payload` as values of `dtype`: a view where the bytes lie so that there can be one."""

@@ -22,10 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from murmura.compressors.base import PIECE_ELEMENTS
+
 LIFT, TINY = 2.0**64, 2.0**-60  # ranges below TINY are scaled by LIFT
 SINK = 2.0**-8  # and those that overflow by SINK
 ROUND_UP, DROPPED_BITS = 0x180, 0xFF  # of a step's bit pattern
-PIECE_ELEMENTS = 2**18  # what one core takes at a time, to find it in its cache again
 
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 MAGIC = {torch.float32: 1.5 * 2.0**23, torch.float64: 1.5 * 2.0**52}  # added to t, leaves round(t) in the low bits
