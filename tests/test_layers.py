@@ -25,7 +25,7 @@ LAYERS = (
     {"aggregation"},
     {"algorithms"},
     {"ddp"},
-    {"recovery", "launch"},
+    {"data", "recovery", "launch"},
     {"integrations"},
     {"experiments", "lab"},
     {"", "__init__"},  # the package itself, which imports what it exports

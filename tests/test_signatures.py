@@ -68,6 +68,11 @@ SIGNATURES = {
     "seed_everything": "seed, rank",
     "QAdamOptimizer": "params, lr=1e-3, warmup_steps=100, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0",
     "Checkpointer": "folder, keep=3",
+    "Checkpointer.save": "self, step, *, ddp, extra=None, **parts",
+    "Checkpointer.load": "self, *, ddp, step=None, **parts",
+    "Checkpointer.latest": "self",
+    "data.ShardedSampler": "data, transport, *, shuffle=True, seed=0, drop_last=False",
+    "data.loader": "dataset, transport, batch_size, *, shuffle=True, seed=0, drop_last=False, **options",
     "lab.Hosts": "n, rate=None",
     "Compressor.payload_bytes": "self, numel, dtype",
     "Compressor.compress": "self, tensor, payload",
@@ -159,6 +164,7 @@ ERRORS: dict[str, tuple[type[BaseException], ...]] = {
     "CollectiveMismatch": (murmura.MurmuraError,),
     "ReplicaDivergence": (murmura.MurmuraError,),
     "NonFiniteGradient": (murmura.MurmuraError,),
+    "CheckpointError": (murmura.MurmuraError,),
     "UsageError": (murmura.MurmuraError, RuntimeError),
 }
 

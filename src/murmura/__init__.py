@@ -4,7 +4,7 @@
 settled, and raise `UsageError` until they are built.
 """
 
-from murmura import lab, observe
+from murmura import data, lab, observe
 from murmura.aggregation import (
     AllReduceAggregator,
     GradientAggregator,
@@ -39,6 +39,7 @@ from murmura.compressors import Cast, Compressor, ErrorFeedback, MinMaxUInt8
 from murmura.config import DistributedConfig, DistributedTrainConfig
 from murmura.ddp import DDP, seed_everything
 from murmura.errors import (
+    CheckpointError,
     CollectiveMismatch,
     ConfigError,
     MurmuraError,
@@ -52,11 +53,11 @@ from murmura.errors import (
     UsageError,
 )
 from murmura.launch import run_world
-from murmura.recovery import Checkpointer as Checkpointer
+from murmura.recovery import Checkpointer
 from murmura.transports.base import Transport
 from murmura.transports.connect import connect
 from murmura.transports.decorators import FaultyTransport, ThrottledTransport, TracedTransport
-from murmura.transports.hierarchical import HierarchicalTransport as HierarchicalTransport
+from murmura.transports.hierarchical import HierarchicalTransport
 from murmura.transports.in_process import InProcessTransport
 from murmura.transports.order import Ticket
 from murmura.transports.process_group import ProcessGroupTransport
@@ -76,6 +77,8 @@ __all__ = [
     "ByteGradAlgorithm",
     "ByteGradAlgorithmImpl",
     "Cast",
+    "CheckpointError",
+    "Checkpointer",
     "CollectiveMismatch",
     "Compressor",
     "ConfigError",
@@ -92,6 +95,7 @@ __all__ = [
     "GradientAggregator",
     "GradientAllReduceAlgorithm",
     "GradientAllReduceAlgorithmImpl",
+    "HierarchicalTransport",
     "InProcessTransport",
     "LocalAggregator",
     "LocalSGDAlgorithm",
@@ -123,6 +127,7 @@ __all__ = [
     "UsageError",
     "average_losses",
     "connect",
+    "data",
     "lab",
     "observe",
     "run_world",

@@ -10,6 +10,7 @@
     ├── CollectiveMismatch                ranks called different operations; holds the table of who called what
     ├── ReplicaDivergence                 replicas that must be equal are not
     ├── NonFiniteGradient                 a gradient holds an infinity or a NaN
+    ├── CheckpointError                   a checkpoint could not be written or read, on whichever rank
     └── UsageError (RuntimeError)         the call itself makes no sense
 
 After a TransportError or a CollectiveMismatch the contents of the tensors involved are undefined.
@@ -20,6 +21,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 __all__ = [
+    "CheckpointError",
     "CollectiveMismatch",
     "ConfigError",
     "MurmuraError",
@@ -108,6 +110,18 @@ class ReplicaDivergence(MurmuraError):
 
 class NonFiniteGradient(MurmuraError):
     """A gradient holds an infinity or a NaN."""
+
+
+class CheckpointError(MurmuraError):
+    """A checkpoint could not be written or read on some rank; raised on all of them.
+
+    Attributes:
+        rank: the rank where it failed, if one can be named.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class UsageError(MurmuraError, RuntimeError):

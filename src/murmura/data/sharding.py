@@ -1,0 +1,142 @@
+"""Which samples are whose: every sample belongs to exactly one rank, and what has been consumed is one number."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from murmura.errors import ConfigError, UsageError
+from murmura.transports.base import Transport
+
+
+class ShardedSampler(Sampler[int]):
+    """The indices of this rank's share of a data set, in another order each epoch; for torch's DataLoader.
+
+    The order of an epoch is the same on all ranks, and dealt out like cards: no sample is seen twice. If the ranks do
+    not divide the number of samples, some get one less: give the loader to `ddp.join`, use `drop_last`, or use
+    `murmura.data.loader`, which has as many batches on every rank.
+
+    The position in an epoch counts the samples that training has consumed, not those that a DataLoader has fetched
+    ahead: call `advance` for each batch, and `set_epoch` before each epoch. It is counted over all ranks, so that
+    another number of ranks can go on.
+
+    Args:
+        data: the data set, or its length.
+        transport: this rank's place in the world; a pair of rank and world size does too.
+        shuffle: whether the order is random; otherwise it is that of the data set.
+        seed: of the random order, the same on all ranks.
+        drop_last: whether to leave out what does not go round all ranks.
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        transport: Transport | tuple[int, int],
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self.rank, self.world_size = _place(transport)
+        self.num_samples = _length(data)
+        if seed < 0:
+            raise ConfigError(f"seed={seed} must not be negative.")
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        self._start = 0  # how many samples all ranks had consumed when this pass began
+        self._num_consumed = 0  # by this rank, since then
+
+    @property
+    def position(self) -> int:
+        """How many samples of the epoch the ranks have consumed together, as far as this rank can tell."""
+        position = self._start + self._num_consumed * self.world_size
+        return position if position + self.rank < self.num_samples else self.num_samples  # nothing left for this rank
+
+    def __len__(self) -> int:
+        """How many samples are left for this rank."""
+        num_left = self.num_samples - self.position
+        num_more = 0 if self.drop_last else self.rank < num_left % self.world_size
+        return num_left // self.world_size + num_more
+
+    def __iter__(self) -> Iterator[int]:
+        """The indices from the position on."""
+        mine = self._order()[self.position :][self.rank :: self.world_size]
+        return iter(mine[: len(self)].tolist())
+
+    def advance(self, num_samples: int) -> None:
+        """This rank has consumed `num_samples` more."""
+        self._num_consumed += operator.index(num_samples)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin `epoch`; if that is the present one, its position stays."""
+        if epoch < 0:
+            raise UsageError(f"epoch={epoch} must not be negative.")
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.rewind()
+
+    def rewind(self) -> None:
+        """Go back to the beginning of the epoch."""
+        self._start = self._num_consumed = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch and the position; the same on all ranks that have consumed as many batches."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "num_samples": self.num_samples,
+            "seed": self.seed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, also with another number of ranks or another size of batches."""
+        for what, here in (("num_samples", self.num_samples), ("seed", self.seed)):
+            if state[what] != here:
+                raise ConfigError(
+                    f"the position was saved with {what}={state[what]}, and here it is {here}: samples would be "
+                    "missed or seen twice. Use the same data and the same seed."
+                )
+        self.epoch = state["epoch"]
+        self._start, self._num_consumed = state["position"], 0
+
+    def _order(self) -> Tensor:
+        if not self.shuffle:
+            return torch.arange(self.num_samples)
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
+        return torch.randperm(self.num_samples, generator=generator)
+
+
+def derive_seed(*numbers: int) -> int:
+    """A seed that depends on all `numbers`, and differs wherever one of them does."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def _place(transport: Transport | tuple[int, int]) -> tuple[int, int]:
+    if isinstance(transport, tuple):
+        rank, world_size = transport
+    else:
+        rank, world_size = transport.rank, transport.world_size
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} is none of a world of {world_size}. Pass a transport, or (rank, world_size).")
+    return rank, world_size
+
+
+def _length(data: Sized | int) -> int:
+    try:
+        num_samples = data if isinstance(data, int) else len(data)
+    except TypeError:
+        raise ConfigError(
+            f"a {type(data).__name__} has no length, so it cannot be dealt out to the ranks. Pass a data set with "
+            "__len__ and __getitem__, or let the data set itself give each rank its share."
+        ) from None
+    if num_samples < 0:
+        raise ConfigError(f"a data set of {num_samples} samples cannot be dealt out.")
+    return num_samples

@@ -1,0 +1,163 @@
+"""Files that are whole or not there: written, hashed on the way and synced; read back only if their sums are right.
+
+Nothing here executes what a file holds: tensors are loaded with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+import torch
+
+from murmura.errors import CheckpointError, ConfigError, UsageError
+
+_BLOCK_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What a whole file must have."""
+
+    sha256: str
+    num_bytes: int
+
+
+class _Hashing:
+    """The end of a file that `torch.save` writes to: sums what passes, and keeps the error that torch would rename."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._hash = hashlib.sha256()
+        self._num_bytes = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        self._hash.update(data)
+        self._num_bytes += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def sum(self) -> Sum:
+        return Sum(self._hash.hexdigest(), self._num_bytes)
+
+
+def write_tensors(path: Path, tree: dict[str, Any]) -> Sum:
+    """Write nested dicts and lists of tensors and plain values to disk, and return the sum.
+
+    A `UsageError` if they hold an object that could not be read back without running its code.
+    """
+    with _naming(path), open(path, "wb") as file:
+        hashing = _Hashing(file)
+        try:
+            torch.save(tree, cast(IO[bytes], hashing))
+        except RuntimeError:
+            if hashing.failure is not None:
+                raise hashing.failure from None
+            raise
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        torch.load(path, weights_only=True, mmap=True, map_location="cpu")  # the tensors themselves are not read
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"a {found[1]}" if found else "an object"
+        raise UsageError(
+            f"{what} cannot be saved: reading it back would run code out of the file. Keep tensors, numbers, strings, "
+            "lists and dicts in state_dict(), for instance float(x) in the place of a numpy number."
+        ) from None
+    return hashing.sum()
+
+
+def read_tensors(path: Path, wanted: Sum) -> dict[str, Any]:
+    """What `write_tensors` wrote, on the CPU; a `CheckpointError` if the file is not what it was."""
+    check_sum(path, wanted)
+    tree: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    return tree
+
+
+def check_sum(path: Path, wanted: Sum) -> None:
+    """Raise `CheckpointError` unless `path` holds exactly the bytes that were written."""
+    try:
+        num_bytes = path.stat().st_size
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    if num_bytes != wanted.num_bytes:
+        raise CheckpointError(f"{path} has {num_bytes} bytes, and {wanted.num_bytes} were written")
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            found.update(block)
+    if found.hexdigest() != wanted.sha256:
+        raise CheckpointError(f"{path} has other contents than were written: its SHA-256 is {found.hexdigest()}")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to disk."""
+    with _naming(path), open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """See to it that names made or changed in the folder are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def probe(folder: Path) -> None:
+    """Make `folder`, and write, read and remove a file in it; a `ConfigError` if any of that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.listdir(folder)
+        descriptor, name = tempfile.mkstemp(prefix=".probe-", dir=folder)
+        try:
+            os.write(descriptor, b"murmura")
+            os.fsync(descriptor)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            os.read(descriptor, 7)
+        finally:
+            os.close(descriptor)
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(name)
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoints cannot be written to {folder}: {words(error)}. Give a folder that this process may read and "
+            "write, on a disk with free space."
+        ) from error
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """A full disk does not say which file it was."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def words(error: BaseException) -> str:
+    """What went wrong, without the number of it."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return str(error) or type(error).__name__

@@ -1,0 +1,220 @@
+"""One checkpoint from the state of all ranks to its final name; a kill before that leaves nothing that counts."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from murmura.ddp import DDP
+from murmura.errors import UsageError
+from murmura.recovery import manifest as manifests
+from murmura.recovery.files import Sum, sync_folder, write_tensors, write_text
+from murmura.recovery.manifest import Manifest, folder_name, steps_in
+from murmura.recovery.randomness import random_state
+from murmura.recovery.sameness import digest, num_bytes
+from murmura.recovery.stateful import Stateful
+from murmura.recovery.together import together
+from murmura.transports.base import Transport
+from murmura.types import Exchanges
+
+log = logging.getLogger("murmura")
+
+
+class Saving:
+    """Begin, collect, write, complete: each is over when all ranks have done it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        channel: Transport,
+        ddp: DDP,
+        step: int,
+        parts: Mapping[str, Stateful],
+        extra: Any,
+    ) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._channel = channel
+        self._is_rank_0 = channel.rank == 0
+        self._ddp = ddp
+        self._step = step
+        self._parts = parts
+        self._extra = extra
+        self._final = folder / folder_name(step)
+        self._partial = manifests.partial(self._final)
+        advice = (
+            "Earlier checkpoints are as they were, and training may go on. Make room, or mend the folder, and save."
+        )
+        self._together = functools.partial(together, channel, f"saving step {step} to {folder}", advice)
+
+    def run(self, *, is_known: bool, is_first: bool) -> None:
+        """`is_known`: this very step is there already. `is_first`: whether there is room has not been looked at."""
+        try:
+            said = self._together(lambda: self._begin(is_known))
+            _check_same([each["what"] for each in said])
+            if is_known:
+                return
+            # Asked of all ranks: an algorithm that waits for nobody may be in another phase on another rank.
+            self._differ = any(each["exchanges"] == Exchanges.WEIGHTS for each in said)
+            own, common = self._collect()
+            if is_first:
+                self._make_sure_of_room([own, common])
+            sums = self._write(own, common)
+            self._together(lambda: self._complete(sums))
+        except BaseException:
+            if self._is_rank_0:
+                shutil.rmtree(self._partial, ignore_errors=True)
+            raise
+        if self._is_rank_0:
+            log.info("step %d is saved: %s", self._step, self._final)
+            _prune(self._folder, self._keep)
+
+    def _begin(self, is_known: bool) -> dict[str, Any]:
+        """Refuse what cannot be saved; rank 0 makes the folder to write in."""
+        try:
+            json.dumps(self._extra)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"extra cannot be written as JSON: {error}. Pass what has a state_dict() by name"
+            ) from None
+        for name, part in self._parts.items():
+            if not callable(getattr(part, "state_dict", None)):
+                raise UsageError(f"{name}={type(part).__name__} has no state_dict(). Pass plain values as extra=")
+        if self._is_rank_0 and not is_known:
+            latest = max(steps_in(self._folder), default=-1)
+            if latest >= self._step:
+                raise UsageError(
+                    f"the folder holds a checkpoint of step {latest}, which this run neither made nor loaded last and "
+                    "which would count as the newest. Load it, remove it, or use another folder"
+                )
+            for leftover in self._folder.glob(manifests.PARTIALS):
+                shutil.rmtree(leftover)
+            self._partial.mkdir()
+        exchanges = str(self._ddp.algorithm.exchanges)
+        return {"what": f"step {self._step} with {list(self._parts)}", "exchanges": exchanges}
+
+    def _collect(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What this rank writes of its own, and what it writes for all.
+
+        If replicas differ, all is its own. Otherwise rank 0 writes for all, and the others what is not the same.
+        """
+        algorithm = self._ddp.algorithm_state_dict()  # may communicate and write weights, so it comes first
+        mine: dict[str, Any] = {}
+        digests: dict[str, str] = {}
+
+        def look() -> dict[str, str]:
+            if not self._partial.is_dir():
+                raise UsageError(f"it does not see {self._partial}, which rank 0 made: the ranks must share the folder")
+            mine["model"] = self._ddp.state_dict()
+            mine["parts"] = {name: part.state_dict() for name, part in self._parts.items()}
+            if not self._differ and self._channel.world_size > 1:
+                digests.update(_digests(mine))
+            return digests if self._is_rank_0 else {}
+
+        of_rank_0 = self._together(look)[0]
+        own = {"algorithm": algorithm, "random": random_state(), **mine}
+        if self._differ:
+            return own, {}
+        if self._is_rank_0:
+            return {**own, "model": {}, "parts": {}}, mine["parts"]
+        for kind, values in mine.items():
+            keys = {name: f"{kind} {name}" for name in values}
+            own[kind] = {name: values[name] for name, key in keys.items() if digests[key] != of_rank_0.get(key)}
+        return own, {}
+
+    def _make_sure_of_room(self, trees: Any) -> None:
+        """Fail now if the disk cannot hold `keep` checkpoints and the one being written."""
+        own_bytes = num_bytes(trees) + (num_bytes(self._ddp.state_dict()) if self._is_rank_0 else 0)
+        total_bytes = sum(self._together(lambda: own_bytes))
+
+        def look() -> None:
+            num_more = max(1, self._keep + 1 - len(steps_in(self._folder)))
+            free_bytes = shutil.disk_usage(self._folder).free
+            if self._is_rank_0 and free_bytes < num_more * total_bytes:
+                raise UsageError(
+                    f"a checkpoint takes {_size(total_bytes)}, keep={self._keep} needs room for {num_more} more, "
+                    f"and {_size(free_bytes)} are free"
+                )
+
+        self._together(look)
+
+    def _write(self, own: dict[str, Any], common: dict[str, Any]) -> dict[str, Sum]:
+        with contextlib.ExitStack() as mean:
+            if self._differ:
+                mean.enter_context(self._ddp.average_parameters())
+
+            def write() -> dict[str, Any]:
+                trees: dict[str, Any] = {}
+                sums = {}
+                if self._is_rank_0:
+                    sums["model.pt"] = write_tensors(self._partial / "model.pt", self._ddp.state_dict())
+                    if not self._differ:
+                        trees["common.pt"] = common
+                mean.close()
+                trees[f"rank-{self._channel.rank}.pt"] = own
+                sums |= {name: write_tensors(self._partial / name, tree) for name, tree in trees.items()}
+                sync_folder(self._partial)
+                return {name: asdict(each) for name, each in sums.items()}
+
+            said = self._together(write)
+        return {name: Sum(**each) for sums in said for name, each in sums.items()}
+
+    def _complete(self, sums: Mapping[str, Sum]) -> None:
+        """Rank 0 writes what the checkpoint is, and gives it its name: from then on it is there."""
+        if not self._is_rank_0:
+            return
+        manifest = Manifest(
+            step=self._step,
+            world_size=self._channel.world_size,
+            algorithm=manifests.name_of(self._ddp.algorithm),
+            replicas="differ" if self._differ else "equal",
+            parts=list(self._parts),
+            saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            torch=torch.__version__,
+            extra=self._extra,
+            files=dict(sorted(sums.items())),
+        )
+        write_text(self._partial / manifests.FILE, manifest.to_json())
+        sync_folder(self._partial)
+        os.rename(self._partial, self._final)
+        sync_folder(self._folder)
+
+
+def _check_same(said: list[str]) -> None:
+    for rank, each in enumerate(said):
+        if each != said[0]:
+            raise UsageError(f"rank 0 saves {said[0]}, and rank {rank} {each}. Save the same on every rank.")
+
+
+def _digests(state: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    return {f"{kind} {name}": digest(value) for kind, values in state.items() for name, value in values.items()}
+
+
+def _prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints; one that is half removed counts no more."""
+    for step in steps_in(folder)[:-keep]:
+        old = folder / folder_name(step)
+        try:
+            os.rename(old, manifests.partial(old))
+            shutil.rmtree(manifests.partial(old))
+        except OSError as error:
+            log.warning("the old checkpoint %s cannot be removed: %s", old, error)
+
+
+def _size(num_bytes: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes / 2**10:.0f} KiB"
