@@ -73,7 +73,7 @@ class Markov(Task):
     """Text of an order-2 Markov chain: each symbol depends on the two before it. Its entropy is the floor."""
 
     batch_size: int = 8
-    learning_rate: float = 5e-3
+    learning_rate: float = 1e-2
     symbols: int = 8
     context: int = 16
 
@@ -121,9 +121,9 @@ class Teacher(Task):
     """
 
     batch_size: int = 16
-    learning_rate: float = 5e-3
+    learning_rate: float = 1e-2
     width: int = 16
-    noise: float = 0.1
+    noise: float = 0.5
     shift: float = 1.0
 
     @property
