@@ -70,6 +70,6 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def murmura_run(*words: str, seconds: float = 50, **variables: str) -> subprocess.CompletedProcess[str]:
+def murmura_run(*words: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     line = ["env", *(f"{name}={value}" for name, value in variables.items()), *COMMAND, *words]
-    return subprocess.run(line, capture_output=True, text=True, timeout=seconds)
+    return subprocess.run(line, capture_output=True, text=True, timeout=50, cwd=cwd)

@@ -131,7 +131,7 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
 
 def test_a_module_and_what_is_not_there(tmp_path: Path) -> None:
     write(tmp_path, TELL)
-    done = murmura_run("-n", "1", "-m", "script", "x", PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="3")
+    done = murmura_run("-n", "1", "-m", "script", "x", cwd=tmp_path, OMP_NUM_THREADS="3")
     said = told(done.stdout)[0]
     assert (said["args"], said["OMP_NUM_THREADS"]) == (["x"], "3")
     done = murmura_run("-n", "1", str(tmp_path / "nowhere.py"))
