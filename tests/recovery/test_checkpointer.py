@@ -202,13 +202,15 @@ def test_ranks_that_save_different_things_are_told_so(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"extra": {"model": nn.Linear(1, 1)}}, "extra cannot be written as JSON"),
+        ({"step": -1}, "a step counts from 0"),
         ({"memory": 3}, "memory=int has no state_dict"),
         ({"memory": Memory(np.float64(1.0))}, r"a numpy\S+ cannot be saved: reading it back would run code"),
         ({"memory": Memory(nn.Linear(1, 1))}, r"a torch.nn\S+ cannot be saved"),
     ],
 )
 def test_what_could_not_be_loaded_is_not_saved(options: Any, words: str, tmp_path: Path) -> None:
-    for error in errors_on(lambda transport: Checkpointer(tmp_path).save(1, ddp=wrap(transport), **options), 2):
+    call = {"step": 1, **options}
+    for error in errors_on(lambda transport: Checkpointer(tmp_path).save(ddp=wrap(transport), **call), 2):
         assert isinstance(error, CheckpointError)
         assert re.search(words, str(error))
     assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import random
 import shutil
@@ -43,6 +44,7 @@ def test_a_run_killed_at_a_random_step(way: str, tmp_path: Path) -> None:
 
 
 OPERATIONS = {
+    builtins: ("open",),
     os: ("fsync", "rename", "mkdir", "unlink", "rmdir", "open"),
     shutil: ("rmtree",),
     torch: ("save", "load"),

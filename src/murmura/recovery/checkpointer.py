@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,9 +68,12 @@ class Checkpointer:
             extra: anything that JSON can hold; rank 0's is kept.
             parts: ``optimizer=``, ``scheduler=``, ``sampler=``, ``scaler=``, or any other name: what has a state_dict.
         """
+        step = operator.index(step)
+        is_known = step == self._known_step
         saving = Saving(self.folder, self.keep, self._channel_of(ddp), ddp, step, _given(parts), extra)
-        saving.run(is_known=step == self._known_step, is_first=not self._has_saved)
-        self._known_step, self._has_saved = step, True
+        saving.run(is_known=is_known, is_first=not self._has_saved)
+        self._known_step = step
+        self._has_saved |= not is_known
         return self.folder / folder_name(step)
 
     def load(self, *, ddp: DDP, step: int | None = None, **parts: Stateful | None) -> Restored | None:

@@ -83,6 +83,8 @@ class Saving:
 
     def _begin(self, is_known: bool) -> dict[str, Any]:
         """Refuse what cannot be saved; rank 0 makes the folder to write in."""
+        if self._step < 0:
+            raise UsageError("a step counts from 0")
         try:
             json.dumps(self._extra)
         except (TypeError, ValueError) as error:
