@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -29,33 +30,27 @@ class Recorder:
         self._lock = threading.Lock()
         self._spans: list[Span] = []
         self._waits: list[Wait] = []
-        self._open: dict[int, Span] = {}  # under way, by a number
-        self._num_opened = 0
+        self._running: set[_Running] = set()
         self._is_paused = False
 
-    @contextlib.contextmanager
     def span(
         self, name: str, *, exchange: bool = False, exposed: bool = False, operation: str = "", sent_bytes: int = 0
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Record what runs inside, here and, if it is running, in torch.profiler under the same name."""
-        name, thread = PREFIX + name, threading.get_ident()
+        return _Running(self, PREFIX + name, exchange, exposed, operation, sent_bytes)
+
+    def begin(self, running: _Running) -> None:
+        thread = running.thread
         if thread not in self.thread_names:
             self.thread_names[thread] = threading.current_thread().name
-        began = self.clock()
-        span = Span(name, thread, began, began, exchange, exposed, operation, sent_bytes)
         with self._lock:
-            self._num_opened = number = self._num_opened + 1
-            self._open[number] = span
-        try:
-            # Entered only while torch.profiler runs: it costs more than all the rest here.
-            with profiler.record_function(name) if profiler._is_profiler_enabled else contextlib.nullcontext():
-                yield
-        finally:
-            ended = self.clock()
-            with self._lock:
-                del self._open[number]
-                if not self._is_paused:
-                    self._spans.append(span._replace(ended_ns=ended))
+            self._running.add(running)
+
+    def end(self, running: _Running, ended_ns: int) -> None:
+        with self._lock:
+            self._running.remove(running)
+            if not self._is_paused:
+                self._spans.append(running.until(ended_ns))
 
     def waited(self, peers: Sequence[int], began_ns: int, ended_ns: int) -> None:
         """Some thread has waited for each of `peers`."""
@@ -81,10 +76,39 @@ class Recorder:
             spans, waits = self._spans, self._waits
             self._spans = [span for span in spans if span.ended_ns > ended_ns]
             self._waits = [wait for wait in waits if wait.ended_ns > ended_ns]
-            under_way = [*self._spans, *self._open.values()]
+            running = [each.until(ended_ns) for each in self._running]
         ended = [span for span in spans if span.ended_ns <= ended_ns]
-        so_far = [span._replace(ended_ns=ended_ns, sent_bytes=0) for span in under_way if span.began_ns < ended_ns]
+        running += [span._replace(ended_ns=ended_ns) for span in spans if span.ended_ns > ended_ns]
+        so_far = [span._replace(sent_bytes=0) for span in running if span.began_ns < ended_ns]
         return ended, so_far, waits
+
+
+class _Running:
+    """A span under way; a context manager that is quicker than a generator, for there are many."""
+
+    __slots__ = ("_in_torch", "_recorder", "_what", "began_ns", "thread")
+
+    def __init__(self, recorder: Recorder, name: str, *what: Any) -> None:
+        self._recorder = recorder
+        self._what = name, what
+        self._in_torch: Any = None
+
+    def until(self, ended_ns: int) -> Span:
+        name, what = self._what
+        return Span(name, self.thread, self.began_ns, ended_ns, *what)
+
+    def __enter__(self) -> None:
+        self.thread = threading.get_ident()
+        self.began_ns = self._recorder.clock()
+        self._recorder.begin(self)
+        if profiler._is_profiler_enabled:  # a range costs more than all the rest here
+            self._in_torch = profiler.record_function(self._what[0])
+            self._in_torch.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._in_torch is not None:
+            self._in_torch.__exit__(*error)
+        self._recorder.end(self, self._recorder.clock())
 
 
 class Probe:
