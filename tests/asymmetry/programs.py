@@ -17,16 +17,36 @@ from torch import Tensor, nn
 
 from ddp.models import digest, fill, values
 from murmura import DDP, MurmuraError, Transport
-from murmura.algorithms import Algorithm, GradientAllReduceAlgorithm
+from murmura.algorithms import (
+    Algorithm,
+    AsyncModelAverageAlgorithm,
+    ByteGradAlgorithm,
+    DecentralizedAlgorithm,
+    DiLoCoAlgorithm,
+    GradientAllReduceAlgorithm,
+    LocalSGDAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+)
+from murmura.compressors import ErrorFeedback, MinMaxUInt8
 
 NUM_HEADS = 4  # the last one is frozen when the model is wrapped
 WIDTH = 4
 LATE = NUM_HEADS - 1
 
+# Those that exchange gradients see in every bucket whether ranks are in the same round; the others come last, and are
+# given legal programs only.
 ALGORITHMS: tuple[Algorithm, ...] = (
     GradientAllReduceAlgorithm(),
     GradientAllReduceAlgorithm(average=False),
+    ByteGradAlgorithm(compressor=ErrorFeedback(MinMaxUInt8())),
+    DecentralizedAlgorithm(communication_interval=2),
+    DecentralizedAlgorithm(peer_selection_mode="shift_one"),
+    LowPrecisionDecentralizedAlgorithm(),
+    AsyncModelAverageAlgorithm(sync_interval_rounds=2),
+    LocalSGDAlgorithm(3),
+    DiLoCoAlgorithm(2),
 )
+NUM_OF_GRADIENTS = 3
 WAYS = ("backward", "by hand", "all in flight")
 FAULTS = ("skips the round", "runs a round too many", "swallows an error", "thaws alone", "changes a weight")
 
@@ -92,7 +112,7 @@ def draw_program(seed: int, *, faulty: bool) -> Program:
     return Program(
         seed=seed,
         num_ranks=num_ranks,
-        algorithm=chance.randrange(len(ALGORITHMS)),
+        algorithm=chance.randrange(NUM_OF_GRADIENTS if faulty else len(ALGORITHMS)),
         has_norm=chance.random() < 0.5,
         bucket_bytes=chance.choice((1, 100, 2**20)),
         uses_adam=chance.random() < 0.5,
@@ -165,16 +185,25 @@ class Rank:
         self.num_batches = 0
 
     def run(self) -> str:
-        """Run the program and return a digest of the weights, which the wrapper has found equal everywhere."""
+        """Run the program and return a digest of the weights, or of their mean where replicas may differ."""
         for number, step in enumerate(self.program.steps):
             if number == self.program.thaws_at:
                 self.model.heads[LATE].requires_grad_(True)
+                if self.exchanges_weights:
+                    self.ddp.set_algorithm(ALGORITHMS[self.program.algorithm])
             if isinstance(step, Epoch):
                 self.run_epoch(step)
             else:
                 self.run_turn(step[self.rank])
+        if self.exchanges_weights:
+            with self.ddp.average_parameters():
+                return digest(self.model.parameters())
         self.ddp.verify_in_sync()
         return digest(self.model.parameters())
+
+    @property
+    def exchanges_weights(self) -> bool:
+        return self.program.algorithm >= NUM_OF_GRADIENTS
 
     def batch(self) -> Tensor:
         self.num_batches += 1

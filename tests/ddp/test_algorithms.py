@@ -20,6 +20,7 @@ from murmura import (
     ConfigError,
     GradientAllReduceAlgorithm,
     GradientAllReduceAlgorithmImpl,
+    LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
     Transport,
     UsageError,
@@ -379,3 +380,27 @@ def test_from_gradients_to_weights_and_back() -> None:
         return seen[:4]
 
     assert all_equal(on_ranks(run, 2))
+
+
+# From replicas that differ to replicas that agree
+
+
+def test_after_a_change_from_weights_to_gradients_replicas_stay_equal() -> None:
+    """Their optimizers' moments differed too, and one rank had none yet for a head that only the others used."""
+
+    def run(transport: Transport) -> tuple[Tensor, bool]:
+        ddp = DDP(fill(Heads()), transport, algorithm=LocalSGDAlgorithm(100))
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)
+        for step in range(6):
+            if step == 3:
+                ddp.set_algorithm("gradient_allreduce")
+            optimizer.zero_grad()
+            use = [0, 1, 2] if step >= 3 or transport.rank else [0, 1]
+            ddp(values(4, 4, seed=10 * step + transport.rank), use=use).square().mean().backward()
+            optimizer.step()
+        ddp.verify_in_sync()
+        return weights_of(ddp.module), all(len(optimizer.state[each]) == 3 for each in ddp.parameters())
+
+    ends = on_ranks(run, 3)
+    assert all_equal([weights for weights, _ in ends])
+    assert all(complete for _, complete in ends)

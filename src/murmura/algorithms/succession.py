@@ -25,7 +25,8 @@ def succeed(running: AlgorithmImpl, algorithm: Algorithm, replica: Replica) -> A
     running.close()
     if running.exchanges is Exchanges.WEIGHTS:
         _average_weights(replica)
-        _average_moments(replica)
+        if successor.exchanges is not Exchanges.WEIGHTS:
+            _average_moments(replica)
     return successor
 
 
@@ -39,7 +40,8 @@ def _average_weights(replica: Replica) -> None:
 
 @torch.no_grad()
 def _average_moments(replica: Replica) -> None:
-    """Equal weights drift apart again if the momenta that move them differ."""
+    """Equal weights drift apart again if the moments that move them differ."""
+    _complete_moments(replica)
     moments = list(_moments(replica))
     layout = zlib.crc32("; ".join(name for name, _ in moments).encode())
     least, most = torch.tensor([layout]), torch.tensor([layout])
@@ -47,12 +49,33 @@ def _average_moments(replica: Replica) -> None:
     replica.transport.all_reduce(most, ReduceOp.MAX)
     if not torch.equal(least, most):
         raise UsageError(
-            "the ranks' optimizers do not hold the same moments, so they cannot be averaged: a parameter has been "
-            "stepped on some ranks only, or their optimizers are built differently. Build new optimizers on every "
-            "rank before you change the algorithm."
+            "the ranks' optimizers do not hold the same moments, so they cannot be averaged. Build the same optimizers "
+            "on every rank, or new ones before you change the algorithm."
         )
     for _, moment in moments:
         replica.transport.all_reduce(moment, ReduceOp.MEAN)
+
+
+def _complete_moments(replica: Replica) -> None:
+    """A parameter that only other ranks have stepped on so far gets moments of zero here."""
+    states = [optimizer.state for optimizer in replica.optimizers]
+    stepped = torch.tensor(
+        [bool(state.get(each)) for state in states for each in replica.parameters], dtype=torch.int32
+    )
+    anywhere = stepped.clone()
+    replica.transport.all_reduce(anywhere, ReduceOp.MAX)
+    missing = iter((anywhere > stepped).tolist())
+    for state in states:
+        known = next(((each, state[each]) for each in replica.parameters if state.get(each)), None)
+        for parameter in replica.parameters:
+            if next(missing) and known is not None:
+                other, moments = known
+                state[parameter] = {
+                    key: torch.zeros_like(parameter if value.shape == other.shape else value)
+                    if isinstance(value, Tensor)
+                    else value
+                    for key, value in moments.items()
+                }
 
 
 def _moments(replica: Replica) -> Iterator[tuple[str, Tensor]]:
