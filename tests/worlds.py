@@ -15,6 +15,7 @@ import pytest
 
 from murmura import (
     FaultyTransport,
+    HierarchicalTransport,
     ProcessGroupTransport,
     ThrottledTransport,
     Ticket,
@@ -67,6 +68,7 @@ class World:
         hops: whether its sums go round a ring, so that fp16 and bf16 are rounded after each hop.
         checks: whether ranks that call different collectives are all told so.
         checks_messages: whether a message that does not fit is told to both ranks.
+        place: says on which host each rank of so many is; all are on one if it is not given.
         arena: whether memory from `allocate` is another kind than ordinary memory.
         slow: whether it is left to the long run.
     """
@@ -79,12 +81,16 @@ class World:
     hops: bool = False
     checks: bool = True
     checks_messages: bool = True
+    place: Callable[[int], list[int]] | None = None
     arena: bool = False
     slow: bool = False
 
+    def hosts(self, world_size: int) -> list[int]:
+        return self.place(world_size) if self.place else [0] * world_size
+
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = SECONDS) -> list[Any]:
         """`run_world`, on the transport under test; a warning is an error on every rank."""
-        options = {"kind": self.kind, "transport": self.transport, "timeout": timeout}
+        options = {"kind": self.kind, "transport": self.transport, "timeout": timeout, "hosts": self.hosts(world_size)}
         return run_world(_run_rank, world_size, self.wrap, fn, *args, **options)
 
 
@@ -108,10 +114,19 @@ def hardly_throttled(transport: Transport) -> Transport:
 
 
 def checked(transport: Transport) -> Transport:
-    """The same process group, whose ranks compare calls before every operation."""
-    assert isinstance(transport, ProcessGroupTransport)
+    """The same transport, whose ranks compare calls before every operation."""
+    assert isinstance(transport, ProcessGroupTransport | HierarchicalTransport)
     transport.check = Check.ALWAYS
     return transport
+
+
+def halves(world_size: int) -> list[int]:
+    """Two hosts, the first with one rank more if need be."""
+    return [2 * rank // (world_size + world_size % 2) for rank in range(world_size)]
+
+
+def interleaved(world_size: int) -> list[int]:
+    return [rank % 2 for rank in range(world_size)]
 
 
 WORLDS = (
@@ -132,6 +147,27 @@ WORLDS = (
         exact=False,
         checks=False,
         checks_messages=False,
+        slow=True,
+    ),
+    World(
+        "hierarchical",
+        "processes",
+        "hierarchical",
+        exact=False,
+        checks=False,
+        checks_messages=False,
+        place=halves,
+        arena=True,
+        slow=True,
+    ),
+    World(
+        "hierarchical_checked",
+        "processes",
+        "hierarchical",
+        wrap=checked,
+        exact=False,
+        place=interleaved,
+        arena=True,
         slow=True,
     ),
 )

@@ -125,6 +125,13 @@ def describe_rows(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(shape)}]"
 
 
+def describe_exchange(sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> str:
+    """An exchange in words: "exchange: send(dst=1) of float32[3], recv(src=2) of float32[3]"."""
+    messages = [f"send(dst={dst}) of {describe(tensor)}" for tensor, dst in sends]
+    messages += [f"recv(src={src}) of {describe(out)}" for out, src in recvs]
+    return "exchange: " + ", ".join(messages)
+
+
 def store(flat: Tensor, target: Tensor) -> None:
     """Bring the elements of a working copy back to the tensor it stands for, if it is a copy."""
     if flat.data_ptr() != target.data_ptr() or not target.is_contiguous():

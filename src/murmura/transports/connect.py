@@ -5,9 +5,10 @@ from __future__ import annotations
 from murmura.config import DistributedConfig
 from murmura.errors import ConfigError
 from murmura.transports.base import Transport
+from murmura.transports.hierarchical import HierarchicalTransport
 from murmura.transports.in_process import InProcessTransport
 from murmura.transports.process_group import ProcessGroupTransport
-from murmura.transports.rendezvous import open_store, under
+from murmura.transports.rendezvous import open_store, sign_in, under
 from murmura.transports.shared_memory import SharedMemoryTransport
 from murmura.transports.signed_store import SignedStore
 from murmura.types import DistributedBackend, TransportKind
@@ -21,7 +22,8 @@ def connect(config: DistributedConfig | None = None) -> Transport:
     """The transport of this rank, once all ranks have met; by default as the environment says.
 
     A world of one needs nothing. Several processes on one host share memory and open no port. Ranks on several hosts
-    meet at `coordinator_addr` and talk through a process group: NCCL where they compute on CUDA, else Gloo.
+    meet at `coordinator_addr` and talk through a process group: NCCL where they compute on CUDA, else Gloo, which
+    joins only the hosts where some have several ranks: these share memory.
     """
     config = DistributedConfig.from_env() if config is None else config
     kind = _choose(config) if config.transport is TransportKind.AUTO else config.transport
@@ -33,12 +35,8 @@ def connect(config: DistributedConfig | None = None) -> Transport:
                 "InProcessTransport.create_group for threads, or transport='shared_memory' for processes."
             )
         return InProcessTransport.create_group(1, timeout=config.timeout)[0]
-    if kind in (TransportKind.GLOO, TransportKind.NCCL):
-        return _join_process_group(config, kind)
-    if kind is TransportKind.HIERARCHICAL:
-        raise ConfigError(
-            "transport='hierarchical' is not built in this version; 'gloo' and 'nccl' join ranks on several hosts."
-        )
+    if kind in (TransportKind.GLOO, TransportKind.NCCL, TransportKind.HIERARCHICAL):
+        return _join_over_a_network(config, kind)
     if not _on_one_host(config):
         raise ConfigError(
             f"transport='shared_memory' joins the processes of one host, but only {config.local_world_size} of the "
@@ -48,7 +46,7 @@ def connect(config: DistributedConfig | None = None) -> Transport:
     return SharedMemoryTransport.join(job, config.rank, config.world_size, timeout=config.timeout)
 
 
-def _join_process_group(config: DistributedConfig, kind: TransportKind) -> Transport:
+def _join_over_a_network(config: DistributedConfig, kind: TransportKind) -> Transport:
     if not config.coordinator_addr:
         raise ConfigError(f"transport='{kind}' needs coordinator_addr, the host:port where rank 0 can be reached.")
     rank, size = config.rank, config.world_size
@@ -57,6 +55,13 @@ def _join_process_group(config: DistributedConfig, kind: TransportKind) -> Trans
     job = under(store, scope)
     if config.secret:
         job = SignedStore(job, config.secret, scope)
+    if config.transport is TransportKind.AUTO and kind is TransportKind.GLOO:
+        # A rank knows how many share its own host, not the others'; all must come to the same choice.
+        hosts = sign_in(under(job, "hosts"), rank, size, config.timeout).hosts
+        kind = TransportKind.HIERARCHICAL if 1 < len(set(hosts)) < size else kind
+    if kind is TransportKind.HIERARCHICAL:
+        between = TransportKind.NCCL if config.backend is DistributedBackend.CUDA else TransportKind.GLOO
+        return HierarchicalTransport.join(job, rank, size, backend=between, timeout=config.timeout)
     return ProcessGroupTransport.join(job, rank, size, backend=kind, timeout=config.timeout)
 
 

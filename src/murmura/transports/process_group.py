@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,9 @@ from murmura.errors import PeerTimeout, TransportClosed, TransportError, UsageEr
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.challenge import prove_to_each_other
-from murmura.transports.checks import check_members, describe
+from murmura.transports.checks import check_members, describe_exchange
 from murmura.transports.checks import store as bring_back
-from murmura.transports.failures import Departure, Patience, again, mismatch, peer_lost, peer_timeout, words_of
+from murmura.transports.failures import Departure, Patience, again, words_of
 from murmura.transports.host import Liveness
 from murmura.transports.order import Ticket
 from murmura.transports.rendezvous import Diary, Roster, Store, build_group, sign_in, under
@@ -106,7 +106,7 @@ class ProcessGroupTransport(Transport):
         timeout: float = 600.0,
         hosts: Sequence[int] | None = None,
         name: str = "",
-    ) -> ProcessGroupTransport:
+    ) -> Self:
         """Build a process group of one's own on `store`; every rank calls it with the same store.
 
         With a `SignedStore` it returns when all ranks have proved to each other that they know its secret.
@@ -137,10 +137,7 @@ class ProcessGroupTransport(Transport):
             outgoing = [(self._flat(tensor, load=True), dst) for tensor, dst in sends]
             incoming = [(self._flat(out, load=False), src) for out, src in recvs]
             if self._operation == "exchange":  # and not part of a collective
-                self._call = "exchange: " + ", ".join(
-                    [f"send(dst={dst}) of {describe(tensor)}" for tensor, dst in sends]
-                    + [f"recv(src={src}) of {describe(out)}" for out, src in recvs]
-                )
+                self._call = describe_exchange(sends, recvs)
             if self._operation == "exchange" and self.check is Check.ALWAYS and not self._on_cuda:
                 self._exchange_checked(outgoing, incoming, sends, recvs, self._seconds(timeout))
             else:
@@ -350,7 +347,7 @@ class ProcessGroupTransport(Transport):
     def _explain(self, error: Exception, waited: float) -> Exception:
         """The error of ours that a failure of the group amounts to."""
         operation = self._operation or "an operation"
-        timed_out = "imed out" in str(error) or "imeout" in str(error)
+        timed_out = is_timeout(error)
         if self._diary is None:
             kind = PeerTimeout if timed_out else TransportError
             return kind(
@@ -359,22 +356,13 @@ class ProcessGroupTransport(Transport):
                 rank=self.rank,
                 operation=operation,
             )
-        departed, dead, calls = self._diary.explain(self._call)
-        first_hand = {peer: each for peer, each in departed.items() if each.culprit is None} or departed
-        for peer in dead:
-            if peer not in departed:
-                return peer_lost(self.rank, peer, operation, "died: it was killed, or exited without closing")
-        for peer, departure in first_hand.items():
-            return departure.as_error(self.rank, peer, operation)
-        silent = [peer for peer in range(self.world_size) if peer != self.rank and peer not in calls]
-        if silent and timed_out:
-            return peer_timeout(self.rank, silent, operation, waited)
-        if silent:
-            return peer_lost(self.rank, silent[0], operation, f"does not answer (torch says: {error})")
-        if any(call != self._call for call in calls.values()):
-            return mismatch(self.rank, operation, {**calls, self.rank: self._call})
-        others = sorted(calls)
-        return peer_timeout(self.rank, others, operation, waited, "They wait too: is the network between the ranks up?")
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        return self._diary.explain(self._call, operation, waited, awaited=peers, timed_out=timed_out, told=error)
+
+
+def is_timeout(error: Exception) -> bool:
+    """Whether an error of torch's says that a time was up."""
+    return "imed out" in str(error) or "imeout" in str(error)
 
 
 def _limited(options: Any, limit: timedelta) -> Any:

@@ -9,14 +9,15 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from murmura.errors import RendezvousError, UsageError
-from murmura.transports.failures import Departure
+from murmura.errors import CollectiveMismatch, RendezvousError, TransportError, UsageError
+from murmura.transports.failures import Departure, mismatch, peer_lost, peer_timeout
 from murmura.transports.host import Liveness, host_identity, number_hosts
 from murmura.transports.signed_store import ADVICE, SignedStore
 
@@ -138,20 +139,44 @@ class Diary:
         """Say why this rank can no longer be waited for; must be said before its connections close."""
         self._set(f"departed/{self._rank}", departure.to_bytes(4096))
 
-    def explain(self, call: str) -> tuple[dict[int, Departure], list[int], dict[int, str]]:
-        """Ask around after a failure in `call`: who departed, who is dead, and what the others were calling.
+    def cause(self, operation: str) -> TransportError | CollectiveMismatch | None:
+        """The error that a departure or a death means to this rank in `operation`, if one is known by now."""
+        dead = self._liveness.dead()  # first, so that the word of whoever left one is found below
+        departed = {peer: Departure.from_bytes(text) for peer, text in self._read("departed").items()}
+        for peer in dead:
+            if peer not in departed:
+                return peer_lost(self._rank, peer, operation, "died: it was killed, or exited without closing")
+        first_hand = {peer: each for peer, each in departed.items() if each.culprit is None} or departed
+        for peer, departure in first_hand.items():
+            return departure.as_error(self._rank, peer, operation)
+        return None
 
-        Returns at once when a departure or a death explains it; else after `ROLL_CALL_SECONDS`.
+    def explain(
+        self, call: str, operation: str, waited: float, *, awaited: Sequence[int], timed_out: bool, told: object
+    ) -> TransportError | CollectiveMismatch:
+        """Ask around after a failure in `call`, when this rank had waited for `awaited`; `told` is what torch said.
+
+        Returns at once when a departure or a death explains it; else when all have said what they were calling, or
+        after `ROLL_CALL_SECONDS`.
         """
         self._set(f"stalled/{self._rank}", call.encode())
         deadline = time.monotonic() + ROLL_CALL_SECONDS
         while True:
-            dead = self._liveness.dead()  # first, so that the word of whoever left one is found below
-            departed = {peer: Departure.from_bytes(text) for peer, text in self._read("departed").items()}
+            if (cause := self.cause(operation)) is not None:
+                return cause
             calls = {peer: text.decode() for peer, text in self._read("stalled").items()}
-            if departed or dead or time.monotonic() > deadline or len(calls) == len(self._peers):
-                return departed, dead, calls
+            if time.monotonic() > deadline or len(calls) == len(self._peers):
+                break
             time.sleep(POLL_SECONDS)
+        silent = [peer for peer in awaited if peer not in calls]
+        if silent and timed_out:
+            return peer_timeout(self._rank, silent, operation, waited)
+        if silent:
+            return peer_lost(self._rank, silent[0], operation, f"does not answer (torch says: {told})")
+        if any(each != call for each in calls.values()):
+            return mismatch(self._rank, operation, {**calls, self._rank: call})
+        state = "They wait too: is the network between the ranks up?"
+        return peer_timeout(self._rank, sorted(calls), operation, waited, state)
 
     def _set(self, key: str, value: bytes) -> None:
         try:

@@ -81,6 +81,7 @@ class Board:
         self.fence = futex.Fence()
         self.closed = False
         self.probe: Probe | None = None  # told whom this rank waits for
+        self.names: Sequence[int] = range(self.world_size)  # what the ranks are called in errors and warnings
         crowded = self.world_size > len(os.sched_getaffinity(0))
         self.spins = 0 if crowded else SPINS
         self._asleep = [self.at[peer] + ASLEEP for peer in self.peers]
@@ -159,7 +160,7 @@ class Board:
     ) -> None:
         words, own = self.words, self.own
         bell = self.segment.address + 8 * (own + BELL)
-        patience = Patience(self.rank, operation, timeout)
+        patience = Patience(self.names[self.rank], operation, timeout)
         nap = FIRST_NAP
         while True:
             words[own + ASLEEP] = 1
@@ -175,24 +176,27 @@ class Board:
             if not awaited:
                 return
             nap = min(2 * nap, LONGEST_NAP)
-            if self.closed:
-                raise TransportClosed(f"rank {self.rank} closed the transport during {operation}.", rank=self.rank)
+            if self.closed or words[own + DEPARTED]:  # by another thread
+                rank = self.names[self.rank]
+                raise TransportClosed(f"rank {rank} closed the transport during {operation}.", rank=rank)
             self._check_departed(missing, operation)
             self._check_stuck(missing, operation, stuck)
-            patience.check(awaited, self._state_of(awaited) if patience.left <= 0 else "")
+            state = self._state_of(awaited) if patience.left <= 0 else ""
+            patience.check([self.names[peer] for peer in awaited], state)
 
     def _check_departed(self, missing: Callable[[], list[int]], operation: str) -> None:
         gone = {peer: self._departure(peer) for peer in missing() if self.read(peer, DEPARTED)}
         dead = {self._rank_of[fd] for fd, _ in self._deaths.poll(0)}
         self.fence()
+        rank = self.names[self.rank]
         for peer in missing():  # again: whoever left may have done its part before
             if peer in gone:
-                raise gone[peer].as_error(self.rank, peer, operation)
+                raise gone[peer].as_error(rank, self.names[peer], operation)
             if peer in dead:
                 # It may have left word in its last moments, after we looked.
                 if self.read(peer, DEPARTED):
-                    raise self._departure(peer).as_error(self.rank, peer, operation)
-                raise peer_lost(self.rank, peer, operation, "died: it was killed, or exited without closing")
+                    raise self._departure(peer).as_error(rank, self.names[peer], operation)
+                raise peer_lost(rank, self.names[peer], operation, "died: it was killed, or exited without closing")
 
     def _check_stuck(self, missing: Callable[[], list[int]], operation: str, stuck: Callable[[int], bool]) -> None:
         suspects = [peer for peer in missing() if stuck(peer)]
@@ -201,17 +205,18 @@ class Board:
             if peer in suspects:
                 entered = self.read(peer, ENTERED)
                 called = f"collective #{entered}" if entered > self.read(self.rank, ENTERED) else "an exchange"
+                own, other = self.names[self.rank], self.names[peer]
                 calls = {
-                    self.rank: f"{operation}, waiting for rank {peer}",
-                    peer: f"{called}, waiting for rank {self.rank}",
+                    own: f"{operation}, waiting for rank {other}",
+                    other: f"{called}, waiting for rank {own}",
                 }
-                raise mismatch(self.rank, operation, calls)
+                raise mismatch(own, operation, calls)
 
     def _state_of(self, awaited: Sequence[int]) -> str:
         """What is known of peers that let us wait, as sentences."""
         stories = []
         for peer in awaited:
-            story = f"Rank {peer} last entered #{self.read(peer, ENTERED)}"
+            story = f"Rank {self.names[peer]} last entered #{self.read(peer, ENTERED)}"
             pid, state = process_state(self._life_fds[peer])
             if state in ("T", "t"):
                 story += f"; its process (pid {pid}) is stopped"

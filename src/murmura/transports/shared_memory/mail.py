@@ -174,8 +174,9 @@ class Receiving(_Message):
         board.fence()
         line.say(REFUSED, self.number)
         board.wake_sleepers()
-        calls = {line.peer: f"send(dst={board.rank}) of {sent}", board.rank: f"recv(src={line.peer}) of {self.text}"}
-        raise mismatch(board.rank, "exchange", calls)
+        rank, peer = board.names[board.rank], board.names[line.peer]
+        calls = {peer: f"send(dst={rank}) of {sent}", rank: f"recv(src={peer}) of {self.text}"}
+        raise mismatch(rank, "exchange", calls)
 
     @property
     def finished(self) -> bool:
@@ -253,6 +254,7 @@ class Mail:
         return awaits >> 16 > done
 
     def _refused(self, message: Sending, operation: str) -> None:
-        rank, peer = self._board.rank, message.line.peer
+        names = self._board.names
+        rank, peer = names[self._board.rank], names[message.line.peer]
         calls = {rank: f"send(dst={peer}) of {message.text}", peer: f"recv(src={rank}) of {message.line.read_text()}"}
         raise mismatch(rank, operation, calls)

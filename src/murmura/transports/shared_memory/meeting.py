@@ -101,12 +101,14 @@ class Meeting:
         board = self.board
         board.tell_call(self.number, call)
         give_up = time.monotonic() + TABLE_SECONDS
-        calls = {self.rank: call}
+        own = board.names[self.rank]
+        calls = {own: call}
         for peer in board.peers:
             while board.read(peer, CALLED) < self.number and time.monotonic() < give_up:
                 os.sched_yield()
-            calls[peer] = board.told_call(peer) if board.read(peer, CALLED) == self.number else "(did not say)"
-        raise mismatch(self.rank, self._operation, calls)
+            told = board.told_call(peer) if board.read(peer, CALLED) == self.number else "(did not say)"
+            calls[board.names[peer]] = told
+        raise mismatch(own, self._operation, calls)
 
     def places(self, word: int) -> list[int]:
         """Where every rank's input (PLACE_IN) or output (PLACE_OUT) lies."""

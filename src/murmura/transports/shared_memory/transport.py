@@ -98,6 +98,10 @@ class SharedMemoryTransport(Transport):
         transport._own_life = admitted.own_life
         return transport
 
+    def name_ranks(self, names: Sequence[int]) -> None:
+        """Call the ranks so in errors and warnings: as they are known to the user of what this is part of."""
+        self._board.names = tuple(names)
+
     # Transport's contract
 
     def exchange(

@@ -1,0 +1,80 @@
+"""The parts of a hierarchical transport, and which rank has which: pure plans, and how the parts are joined."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import torch
+
+from murmura.errors import PeerTimeout, RendezvousError, TransportError
+from murmura.transports.process_group import ProcessGroupTransport, is_timeout
+from murmura.transports.rendezvous import Diary, Store, under
+from murmura.transports.shared_memory import SharedMemoryTransport
+
+
+class Part(ProcessGroupTransport):
+    """A process group that is part of a transport, which knows more: it explains a failure and leaves word of it."""
+
+    @property
+    def diary(self) -> Diary:
+        assert self._diary is not None  # it was joined on a store
+        return self._diary
+
+    def abort(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+
+    def break_off(self, error: BaseException) -> None:
+        """Fail, and close the connections: what waits here ends, and peers that wait for this rank wait no more."""
+        self.abort(error)
+        if not self._closed:
+            self._break_off()
+
+    def _explain(self, error: Exception, waited: float) -> Exception:
+        return (PeerTimeout if is_timeout(error) else TransportError)(str(error), rank=self.rank)
+
+
+def members_of(hosts: Sequence[int], rank: int) -> list[int]:
+    """The ranks on the host of `rank`."""
+    return [each for each, host in enumerate(hosts) if host == hosts[rank]]
+
+
+def leaders_of(hosts: Sequence[int]) -> list[int]:
+    """The first rank of each host."""
+    return [hosts.index(host) for host in dict.fromkeys(hosts)]
+
+
+def share_memory(across: Part) -> SharedMemoryTransport:
+    """Meet the other ranks of this host under a name that nobody else can know."""
+    name = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8)
+    across.broadcast(name, 0)
+    members, host = members_of(across.hosts, across.rank), across.hosts[across.rank]
+    try:
+        return SharedMemoryTransport.join(
+            f"{bytes(name.tolist()).hex()}:{host}",
+            members.index(across.rank),
+            len(members),
+            hosts=[host] * len(members),
+            timeout=across.timeout,
+        )
+    except RendezvousError as error:
+        raise RendezvousError(
+            f"rank {across.rank} could not share memory with all of ranks {members}, which are on its host: {error}",
+            tuple(members[place] for place in error.missing),
+        ) from error
+
+
+def join_leaders(store: Store, across: Part, backend: str) -> Part | None:
+    """The group of the leaders, on a leader; None elsewhere, and where there is one host only."""
+    leaders = leaders_of(across.hosts)
+    if across.rank not in leaders or len(leaders) == 1:
+        return None
+    return Part.join(
+        under(store, "between"),
+        leaders.index(across.rank),
+        len(leaders),
+        backend=backend,
+        timeout=across.timeout,
+        name=f"{across.name}/leaders",
+    )

@@ -1,0 +1,397 @@
+"""HierarchicalTransport: ranks on several hosts; shared memory inside a host, a process group between hosts.
+
+`inside` joins the ranks of this host; the first of them is its `leader`; `between` joins the leaders; `across` joins
+all ranks. All-reduce, broadcast and barrier send each byte once to a host instead of once to a rank, and work on the
+memory while the network works. Every other operation consists of messages from rank to rank: those to a rank of the
+same host go `inside`, the others `across`. What fails in one of the three is told in the ranks of the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from murmura.collectives.ring import Deadline
+from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportClosed, TransportError
+from murmura.observe.recorder import Probe
+from murmura.transports import agreement
+from murmura.transports.base import Pairs, Transport
+from murmura.transports.checks import check_members, describe_exchange
+from murmura.transports.failures import Departure, Patience, again, mismatch, words_of
+from murmura.transports.hierarchical.parts import Part, join_leaders, leaders_of, members_of, share_memory
+from murmura.transports.order import Ticket
+from murmura.transports.process_group import Check, ProcessGroupTransport
+from murmura.transports.rendezvous import Store, under
+from murmura.transports.shared_memory import SharedMemoryTransport
+from murmura.types import ReduceOp, parse
+
+__all__ = ["HierarchicalTransport"]
+
+SEGMENT_BYTES = 4 * 2**20
+"""What goes over the network at a time: long enough for its full rate, short enough that memory is soon at work."""
+
+SEGMENTS_AHEAD = 2
+"""Segments given to the network before the first of them is waited for: one on its way, one ready to follow."""
+
+
+class HierarchicalTransport(Transport):
+    """One rank of a world on several hosts; made by `join`, `connect` or `run_world`. Works in host memory.
+
+    `check="always"` compares the calls of all ranks before every operation, for a round trip; otherwise those of the
+    ranks of a host are compared, and those of the hosts' only after a time-out.
+    """
+
+    _works_on = torch.device("cpu")
+
+    def __init__(
+        self,
+        store: Store,
+        across: Part,
+        inside: SharedMemoryTransport,
+        between: Part | None,
+        *,
+        backend: str = "gloo",
+        check: str = "best_effort",
+    ) -> None:
+        super().__init__(across.rank, across.world_size, hosts=across.hosts, timeout=across.timeout, name=across.name)
+        self.check = parse(Check, check, "check")
+        self._store = store
+        self._backend = backend
+        self._across, self._inside, self._between = across, inside, between
+        self._leaders = leaders_of(self.hosts)
+        self._members = members_of(self.hosts, self.rank)
+        self._place = {member: place for place, member in enumerate(self._members)}  # of a rank on this host
+        self._others = [rank for rank in range(self.world_size) if rank != self.rank]
+        self._neighbours = [rank for rank in self._members if rank != self.rank]
+        inside.name_ranks(self._members)
+        self._split_counts: dict[Any, int] = {}
+        self._call = ""  # in words, of the operation under way
+        self._began = 0.0
+
+    @classmethod
+    def join(
+        cls,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        backend: str = "gloo",
+        check: str = "best_effort",
+        timeout: float = 600.0,
+        hosts: Sequence[int] | None = None,
+        name: str = "",
+    ) -> Self:
+        """Meet the other ranks at `store`; every rank calls it with the same store.
+
+        `backend` is that of the group between the leaders. `hosts` pretends that ranks are on several hosts.
+        """
+        options = {"timeout": timeout, "hosts": hosts, "name": name}
+        return cls._build(store, rank, world_size, share_memory, backend, check, options)
+
+    @classmethod
+    def _build(
+        cls,
+        store: Store,
+        rank: int,
+        world_size: int,
+        share: Callable[[Part], SharedMemoryTransport],
+        backend: str,
+        check: str,
+        options: dict[str, Any],
+    ) -> Self:
+        """Join the parts; `share` makes the one inside the host, once all ranks have met."""
+        with contextlib.ExitStack() as made:
+            across = Part.join(under(store, "across"), rank, world_size, check="always", **options)
+            made.callback(across.close)
+            inside = share(across)
+            made.callback(inside.close)
+            between = join_leaders(store, across, backend)
+            made.pop_all()
+        return cls(store, across, inside, between, backend=backend, check=check)
+
+    # Transport's contract
+
+    def exchange(
+        self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
+    ) -> Ticket | None:
+        self._check_pairs(sends, recvs)
+        return self._operate(  # type: ignore[no-any-return]
+            "exchange", lambda: self._exchange(sends, recvs, timeout), async_op, self._sent(sends)
+        )
+
+    def split(self, name: str, ranks: Sequence[int] | None = None) -> Transport | None:
+        members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
+        check_members(members, self.world_size)
+        self._check_usable()
+        if self.rank not in members:
+            return None
+        return self._run("exchange", lambda: self._split(name, members), False)  # type: ignore[no-any-return]
+
+    def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+        self._check_usable()
+        return self._inside.allocate(numel, dtype, device)
+
+    def _observe_waiting(self, probe: Probe | None) -> None:
+        self._inside._observe_waiting(None if probe is None else probe.within(self._members))
+
+    def abort(self, error: BaseException) -> None:
+        if self._failure is None:
+            super().abort(error)
+            if not self._closed:
+                self._across.diary.depart(Departure.of(error))  # first, so that whoever fails for it finds the cause
+            for split in self._splits:
+                split.abort(TransportError(words_of(error)))
+            self._end_waits(error)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for split in self._splits:
+            split.close()
+        if self._failure is None:
+            self._across.diary.depart(Departure())
+        if not self._order.idle:  # what still waits in the communication thread will wait no more
+            self._end_waits(TransportClosed(f"rank {self.rank} closed the transport.", rank=self.rank))
+        self._order.close()
+        for part in (self._between, self._across, self._inside):
+            if part is not None:
+                part.close()
+
+    def _end_waits(self, error: BaseException) -> None:
+        """Those of this rank, and those of its peers for it."""
+        self._inside.abort(error)
+        for part in (self._between, self._across):
+            if part is not None:
+                part.break_off(error)
+
+    # Collectives by host
+
+    def _all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
+        deadline = Deadline(self._seconds(timeout))
+        self._agree("all_reduce" + call, timeout)
+        if flat_out is not flat_in:
+            flat_out.copy_(flat_in)
+        if len(self._leaders) == 1:
+            self._reduce_inside(flat_out, op, deadline)
+            return
+        partial = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        segments = _cut(flat_out)
+        sums: deque[Ticket | None] = deque()
+        for turn in range(len(segments) + SEGMENTS_AHEAD):
+            if turn < len(segments):
+                self._reduce_inside(segments[turn], partial, deadline)
+                sums.append(self._start_sum(segments[turn], partial, deadline))
+            if turn >= SEGMENTS_AHEAD:
+                segment, total = segments[turn - SEGMENTS_AHEAD], sums.popleft()
+                if total is not None:
+                    self._await(total)
+                    if op is ReduceOp.MEAN:
+                        segment.div_(self.world_size)
+                self._broadcast_inside(segment, 0, deadline)
+
+    def _broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
+        deadline = Deadline(self._seconds(timeout))
+        self._agree("broadcast" + call, timeout)
+        at_home = src in self._place
+        home = self._leaders.index(members_of(self.hosts, src)[0])
+        segments = _cut(flat.view(torch.uint8))
+        copies = []
+        for segment in segments:
+            if at_home:
+                self._broadcast_inside(segment, self._place[src], deadline)
+            copies.append(self._start_copy(segment, home, deadline))
+        for segment, copy in zip(segments, copies, strict=True):
+            if copy is not None:
+                self._await(copy)
+            if not at_home:
+                self._broadcast_inside(segment, 0, deadline)
+
+    def _barrier(self, timeout: float | None) -> None:
+        deadline = Deadline(self._seconds(timeout))
+        self._agree("barrier()", timeout)
+        token = torch.zeros(1)
+        self._reduce_inside(token, ReduceOp.SUM, deadline)
+        total = self._start_sum(token, ReduceOp.SUM, deadline)
+        if total is not None:
+            self._await(total)
+        self._broadcast_inside(token, 0, deadline)
+
+    def _agree(self, call: str, timeout: float | None) -> None:
+        self._call = call
+        seconds, operation, across = self._seconds(timeout), self._operation, self._across
+        if self.check is Check.ALWAYS and self.world_size > 1:
+
+            def compare() -> None:
+                agreement.on_collective(
+                    across._move, call, self.rank, self.world_size, operation, seconds, self._works_on
+                )
+
+            self._await(self._start(across, "agreement", compare, self._others))
+        elif self._neighbours:
+            with self._explained(self._others):
+                self._inside._run("agreement", lambda: self._inside._agree(call, seconds), False)
+
+    # A collective fails for want of any rank, whichever this one waits for: hence `others`
+
+    def _reduce_inside(self, flat: Tensor, op: ReduceOp, deadline: Deadline) -> None:
+        if self._neighbours:
+            with self._explained(self._others):
+                self._inside.all_reduce(flat, op, timeout=deadline.left())
+
+    def _broadcast_inside(self, flat: Tensor, place: int, deadline: Deadline) -> None:
+        if self._neighbours:
+            with self._explained(self._others):
+                self._inside.broadcast(flat, place, timeout=deadline.left())
+
+    def _start_sum(self, flat: Tensor, op: ReduceOp, deadline: Deadline) -> Ticket | None:
+        """On a leader, begin to reduce `flat` over the hosts, in place."""
+        between = self._between
+        if between is None:
+            return None
+        return self._start(between, "sum", lambda: between.all_reduce(flat, op, timeout=deadline.left()))
+
+    def _start_copy(self, flat: Tensor, home: int, deadline: Deadline) -> Ticket | None:
+        """On a leader, begin to copy `flat` from the leader of host number `home` to the others."""
+        between = self._between
+        if between is None:
+            return None
+        return self._start(between, "copy", lambda: between.broadcast(flat, home, timeout=deadline.left()))
+
+    # Messages
+
+    def _exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
+        """Messages inside and across are under way at the same time, for either may wait for the other elsewhere."""
+        deadline = Deadline(self._seconds(timeout))
+        is_whole = self._operation == "exchange"  # and not part of a collective
+        if is_whole:
+            self._call = describe_exchange(sends, recvs)
+        near_sends, far_sends = self._sort(sends)
+        near_recvs, far_recvs = self._sort(recvs)
+        far: Ticket | None = None
+        far_peers = sorted({peer for _, peer in (*far_sends, *far_recvs)})
+        if far_peers:
+            # `across` compares what belongs to an exchange, and only that.
+            name = "exchange" if is_whole and self.check is Check.ALWAYS else "messages"
+            across = self._across
+            far = self._start(
+                across, name, lambda: across.exchange(far_sends, far_recvs, timeout=deadline.left()), far_peers
+            )
+        if near_sends or near_recvs:
+            with self._explained([self._members[place] for _, place in (*near_sends, *near_recvs)]):
+                self._inside.exchange(near_sends, near_recvs, timeout=deadline.left())
+        if far is not None:
+            self._await(far, far_peers)
+
+    def _sort(self, pairs: Pairs) -> tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]]:
+        """The messages inside this host, by place in it, and those to and from other hosts, by rank."""
+        near = [(tensor, self._place[peer]) for tensor, peer in pairs if peer in self._place]
+        return near, [(tensor, peer) for tensor, peer in pairs if peer not in self._place]
+
+    # Splitting
+
+    def _split(self, name: str, members: tuple[int, ...]) -> Transport | None:
+        """Shared memory where all members are on one host, a process group where no two are, else both again."""
+        near = [self._place[member] for member in members if member in self._place]
+        if len(near) == len(members):
+            inside = self._split_inside(name, near, members)
+            self._keep(inside, members)
+            return inside
+        agreement.on_split(self, name, members)
+        # The k-th split of a name is one channel on every member, whatever else they split in between.
+        ordinal = self._split_counts[name, members] = self._split_counts.get((name, members), 0) + 1
+        store = under(self._store, f"split/{name}/{'-'.join(map(str, members))}/{ordinal}")
+        rank, size = members.index(self.rank), len(members)
+        hosts = [self.hosts[member] for member in members]
+        options: dict[str, Any] = {"timeout": self.timeout, "hosts": hosts, "name": f"{self.name}/{name}"}
+        split: Transport
+        if len(set(hosts)) == size:
+            split = ProcessGroupTransport.join(store, rank, size, backend=self._backend, check=self.check, **options)
+        else:
+            split = self._build(
+                store, rank, size, lambda _: self._split_inside(name, near, members), self._backend, self.check, options
+            )
+        self._keep(split, members)
+        return split
+
+    def _split_inside(self, name: str, places: Sequence[int], members: Sequence[int]) -> SharedMemoryTransport:
+        with self._explained(members):
+            split = self._inside.split(name, places)
+        assert split is not None  # this rank is a member
+        return split
+
+    # Waiting and failing
+
+    def _turn(self, name: str, work: Callable[[], Any]) -> Any:
+        if not self._operation:
+            self._began = time.monotonic()
+        return super()._turn(name, work)
+
+    def _start(self, part: Part, name: str, work: Callable[[], Any], awaited: Sequence[int] | None = None) -> Ticket:
+        """Do `work` in the communication thread of `part`; if it fails, this rank's waits inside its host end too."""
+
+        def guarded() -> None:
+            try:
+                with self._explained(self._others if awaited is None else awaited):
+                    work()
+            except BaseException as error:
+                self.abort(error)
+                raise
+
+        return part._submit(name, guarded)
+
+    def _await(self, ticket: Ticket, awaited: Sequence[int] | None = None) -> None:
+        patience = Patience(self.rank, self._operation, float("inf"))  # the operation has a deadline of its own
+        with self._explained(self._others):
+            while not ticket.await_end(1.0):
+                patience.check(self._others if awaited is None else awaited)
+            ticket.wait()
+
+    @contextlib.contextmanager
+    def _explained(self, awaited: Sequence[int]) -> Iterator[None]:
+        """Let a failure of a part become one of the whole, which had waited for `awaited`."""
+        try:
+            yield
+        except (TransportError, CollectiveMismatch) as error:
+            explained = self._explain(error, awaited)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def _explain(
+        self, error: TransportError | CollectiveMismatch, awaited: Sequence[int]
+    ) -> TransportError | CollectiveMismatch:
+        if isinstance(self._failure, TransportError | CollectiveMismatch):  # in another thread, which is the cause
+            return self._failure
+        if self._failure is not None:
+            return again(self._failure)
+        if self._closed:
+            words = f"rank {self.rank} closed the transport during {self._operation}."
+            return TransportClosed(words, rank=self.rank)
+        if isinstance(error, CollectiveMismatch):
+            return mismatch(self.rank, self._operation, error.calls)
+        diary = self._across.diary
+        if isinstance(error, PeerLost):
+            return diary.cause(self._operation) or error
+        return diary.explain(
+            self._call,
+            self._operation,
+            time.monotonic() - self._began,
+            awaited=[rank for rank in awaited if rank != self.rank],
+            timed_out=isinstance(error, PeerTimeout),
+            told=error,
+        )
+
+
+def _cut(flat: Tensor) -> Sequence[Tensor]:
+    """Segments of a flat buffer; one, if it is short or empty."""
+    if flat.nbytes <= SEGMENT_BYTES:
+        return (flat,)
+    step = SEGMENT_BYTES // flat.element_size()
+    return [flat[start : start + step] for start in range(0, flat.numel(), step)]

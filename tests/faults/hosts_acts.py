@@ -1,0 +1,55 @@
+"""Scenarios on several hosts: ranks that pretend to be on them, joined by the hierarchical transport."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from scenario import Act, Actor, World, play
+
+from murmura import HierarchicalTransport
+from murmura.transports.rendezvous import file_store
+
+
+class HostsWorld(World):
+    """Ranks that are processes; hosts[r] is the host of rank r."""
+
+    def __init__(
+        self, hosts: Sequence[int], act: Act, *args: Any, timeout: float = 20.0, check: str = "best_effort"
+    ) -> None:
+        self.folder = tempfile.mkdtemp(prefix="hosts-scenario-")
+        self.hosts = hosts
+        self.check = check
+        super().__init__("hierarchical", len(hosts), act, *args, timeout=timeout)
+
+    def start(self, rank: int) -> Actor:
+        meeting = (os.path.join(self.folder, "store"), rank, self.hosts, self.check)
+        self.actors[rank] = Actor(f"rank {rank}", join_hosts_and_play, *meeting, *self._play)
+        return self.actors[rank]
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            shutil.rmtree(self.folder)
+
+
+def join_hosts_and_play(
+    pipe: Connection,
+    store_file: str,
+    rank: int,
+    hosts: Sequence[int],
+    check: str,
+    timeout: float,
+    act: Act,
+    args: Sequence[Any],
+) -> None:
+    """The life of a rank in a process of its own."""
+    torch.set_num_threads(1)
+    store = file_store(store_file, len(hosts))
+    transport = HierarchicalTransport.join(store, rank, len(hosts), hosts=hosts, check=check, timeout=timeout)
+    pipe.send(("joined", {}))
+    play(pipe, transport, act, args)
