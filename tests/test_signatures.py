@@ -118,6 +118,16 @@ SIGNATURES = {
     "DDP.load_algorithm_state_dict": "self, state",
     "DDP.consensus_distance": "self",
     "DDP.average_parameters": "self",
+    "DDP.observe": "self, observer",
+    "observe.Observer": "ddp, sinks=(), *, trace=None, consensus_every=0, gradient_norm=False, clock=ANY",
+    "observe.Observer.log": "self, **values",
+    "observe.Observer.close": "self",
+    "observe.JSONLines": "folder",
+    "observe.TensorBoard": "folder",
+    "observe.Callback": "function",
+    "observe.read_records": "folder",
+    "observe.latest_records": "folder",
+    "observe.merge_traces": "folder, file",
 }
 # Each has an Impl that takes the process group first and then the same.
 ALGORITHMS = {
