@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from murmura.buckets import FIRST_BUCKET_BYTES, Bucket, ParameterSpec, Tail, plan_buckets
+from murmura.buckets import FIRST_BUCKET_BYTES, Bucket, ParameterSpec, Tail, bucket_limit, plan_buckets
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -201,3 +201,13 @@ def test_the_mean_of_tails_tells_shares_and_weights(dtype: torch.dtype) -> None:
 
 def test_a_bucket_says_what_it_is() -> None:
     assert repr(make_bucket(torch.zeros(3), torch.zeros(2), index=4)) == "Bucket(4, 2 parameters from 'p0', 36 bytes)"
+
+
+@pytest.mark.parametrize(
+    ("total_mib", "asked_mib", "given_mib"),
+    [(0.5, 25, 1), (4, 25, 1), (16, 25, 2), (20, 25, 2.5), (200, 25, 25), (1000, 25, 25), (1000, 4, 4), (16, 1, 1)],
+)
+def test_a_small_model_is_cut_too(total_mib: float, asked_mib: float, given_mib: float) -> None:
+    specs = [ParameterSpec("x", int(total_mib * 2**20) // 4, torch.float32, torch.device("cpu"))]
+    assert bucket_limit(specs, int(asked_mib * 2**20)) == int(given_mib * 2**20)
+    assert bucket_limit(specs, 1) == 1

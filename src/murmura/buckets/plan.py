@@ -11,6 +11,10 @@ FIRST_BUCKET_BYTES = 2**20
 """The first bucket is smaller than the others, so that communication starts early."""
 
 
+MIN_BUCKETS = 8
+"""A model of some size is cut into about as many, so that there is something to overlap with backward."""
+
+
 class ParameterSpec(NamedTuple):
     """What the plan needs to know of a parameter."""
 
@@ -22,6 +26,12 @@ class ParameterSpec(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+def bucket_limit(specs: Sequence[ParameterSpec], bucket_bytes: int) -> int:
+    """The size of a bucket: `bucket_bytes`, or less for a model that would fit into a few of these."""
+    total = sum(spec.num_bytes for spec in specs)
+    return min(bucket_bytes, max(FIRST_BUCKET_BYTES, total // MIN_BUCKETS))
 
 
 def plan_buckets(

@@ -37,7 +37,8 @@ class DDP(nn.Module):
         transport: None connects from the environment, and `close` closes that connection; one that is given
             stays the caller's.
         algorithm: an Algorithm or its name; None takes the environment's, else gradient all-reduce.
-        bucket_size_bytes: parameters travel together in buckets of about this size.
+        bucket_size_bytes: parameters travel together in buckets of at most about this size; a smaller model is cut
+            into several all the same, so that they travel while backward goes on.
         broadcast_buffers: whether ranks take over rank 0's buffers at the first forward of a round; algorithms that
             exchange weights average them instead. False leaves buffers to each rank after the start.
         ignore: names of parameters and buffers that stay local.

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from murmura.algorithms import Algorithm, AlgorithmImpl
 from murmura.algorithms.succession import succeed
-from murmura.buckets import Bucket, ParameterSpec, plan_buckets
+from murmura.buckets import Bucket, ParameterSpec, bucket_limit, plan_buckets
 from murmura.ddp import agreement, hooks, steps
 from murmura.ddp.flattening import broadcast_together
 from murmura.ddp.joining import Joining
@@ -119,6 +119,7 @@ class Driver:
             ParameterSpec(name, p.numel(), p.dtype, p.device)
             for name, p in zip(replica.names, replica.parameters, strict=True)
         ]
+        limit = bucket_limit([specs[each] for each in order], self._bucket_bytes)
         replica.buckets = [
             Bucket(
                 index,
@@ -126,7 +127,7 @@ class Driver:
                 [replica.parameters[each] for each in members],
                 self.channel.allocate,
             )
-            for index, members in enumerate(plan_buckets(specs, order, self._bucket_bytes))
+            for index, members in enumerate(plan_buckets(specs, order, limit))
         ]
         self._rounds.use(replica.buckets)
         self._planned = order
