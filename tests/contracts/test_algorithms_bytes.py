@@ -5,6 +5,7 @@ P is the number of parameters and averaged buffers; an element of the model has 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -14,14 +15,21 @@ from torch import nn
 from contracts.training import perceptron, regression, step
 from murmura import (
     DDP,
+    AggregateGradients,
     Algorithm,
+    AlgorithmImpl,
     ByteGradAlgorithm,
+    Cast,
     DecentralizedAlgorithm,
     DiLoCoAlgorithm,
+    DistributedConfig,
     GradientAllReduceAlgorithm,
     LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
     MinMaxUInt8,
+    ParameterServer,
+    QAdamAlgorithm,
+    QAdamOptimizer,
     TracedTransport,
     Transport,
     run_world,
@@ -60,7 +68,8 @@ def sent_by_round(transport: Transport, make: Callable[[], Algorithm], keep_buff
     """How many bytes this rank sent in each round, from the third on: until then the wrapper settles its order."""
     traced = TracedTransport(transport)
     ddp = DDP(normalised(), ExchangeOnly(traced), algorithm=make(), broadcast_buffers=keep_buffers)
-    optimizer = TASK.make_optimizer(ddp.parameters())
+    is_qadam = isinstance(ddp.algorithm, QAdamAlgorithm.impl)
+    optimizer = QAdamOptimizer(ddp.parameters(), warmup_steps=2) if is_qadam else TASK.make_optimizer(ddp.parameters())
     sums = [0]
     for number in range(ROUNDS):
         step(ddp, optimizer, TASK, number, transport.rank)
@@ -119,3 +128,28 @@ def test_bytegrad_sends_eight_bits_twice_and_the_tail() -> None:
 def test_a_compressed_outer_step_sends_eight_bits_twice_and_the_buffers_whole() -> None:
     wanted = [[0, each + small_all_reduce(BUFFERS)] * 3 for each in compressed_exchange(GRADIENTS)]
     assert sent(lambda: DiLoCoAlgorithm(2, compressor=MinMaxUInt8())) == wanted
+
+
+def test_a_cast_sends_two_bytes_twice_and_the_tail() -> None:
+    sizes = [2 * (chunk.stop - chunk.start) for chunk in chunks(GRADIENTS, SIZE)]
+    wanted = [sum(sizes) + (SIZE - 2) * own + small_all_reduce(TAIL) for own in sizes]
+    make = functools.partial(GradientAllReduceAlgorithm, compressor=Cast(torch.bfloat16))
+    assert sent(make, keep_buffers=False) == [[each] * 6 for each in wanted]
+
+
+def test_qadam_sends_eight_bits_twice_after_its_warm_up_and_a_flag_for_each_parameter() -> None:
+    wanted = [each + small_all_reduce(6 + 1) for each in compressed_exchange(GRADIENTS)]
+    assert sent(QAdamAlgorithm, keep_buffers=False) == [[each] * 6 for each in wanted]
+
+
+class Server(Algorithm):
+    def reify(self, process_group: Transport) -> AlgorithmImpl:
+        config = DistributedConfig(world_size=SIZE, rank=process_group.rank)
+        return AggregateGradients(ParameterServer(config, process_group)).reify(process_group)
+
+
+def test_a_parameter_server_gets_every_gradient_and_sends_the_mean_down_a_tree() -> None:
+    whole, agreement = 4 * (GRADIENTS + TAIL), (SIZE - 1) * 16
+    num_children = [2, 1, 0, 0]
+    wanted = [agreement + (rank > 0) * whole + num_children[rank] * whole for rank in range(SIZE)]
+    assert sent(Server, keep_buffers=False) == [[each] * 6 for each in wanted]
