@@ -1,8 +1,9 @@
 """Every algorithm on tasks with a known floor, in the same number of steps as plain all-reduce.
 
-    python benchmarks/convergence.py --json docs/figures/convergence.json --figures docs/figures
+    python benchmarks/convergence.py \\
+        --json docs/figures/convergence.json --figures docs/figures --page docs/algorithms.md
 
-Prints a table; `--figures` draws a chart for each task and number of ranks.
+Prints a table; `--figures` draws a chart for each task and number of ranks, `--page` puts the table into a page.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from murmura.experiments import Curve, parse_algorithms, run_convergence
 from murmura.experiments.charts import Axis, Line, LineChart
 from murmura.experiments.convergence import to_json
 
+TOLERANCE = 1.02
+MARK = "<!-- convergence table -->"
 TASKS = {"markov": "order-2 Markov text", "mlp": "teacher and student, shards unlike"}
 
 
@@ -27,6 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figures", type=Path, help="a folder for the charts")
+    parser.add_argument("--page", type=Path, help=f"a page with a table between two lines {MARK}")
     options = parser.parse_args()
     curves = run_convergence(
         options.tasks.split(","),
@@ -41,6 +45,14 @@ def main() -> None:
     if options.figures:
         for (task, ranks), together in by_world(curves).items():
             (options.figures / f"convergence-{task}-{ranks}.svg").write_text(chart(task, ranks, together))
+    if options.page:
+        options.page.write_text(with_table(options.page.read_text(), curves))
+
+
+def with_table(page: str, curves: Sequence[Curve]) -> str:
+    """`page` with another table between its two marks."""
+    before, _, after = page.split(MARK)
+    return f"{before}{MARK}\n{table(curves)}\n\n{beyond(curves)}\n{MARK}{after}"
 
 
 def by_world(curves: Sequence[Curve]) -> dict[tuple[str, int], list[Curve]]:
@@ -60,6 +72,16 @@ def table(curves: Sequence[Curve]) -> str:
         rows.append([f"`{name}`", *(f"{each.final:.4f} ({each.ratio:.3f})" for each in cells)])
     rows.append(["floor", *(f"{together[0].floor:.4f}" for together in worlds.values())])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def beyond(curves: Sequence[Curve]) -> str:
+    """In a sentence: which curves end further above all-reduce's than they should."""
+    worlds: dict[str, list[str]] = {}
+    for curve in curves:
+        if curve.ratio > TOLERANCE:
+            worlds.setdefault(f"`{curve.algorithm}`", []).append(f"{curve.task} with {curve.ranks} ranks")
+    found = "; ".join(f"{name} ({', '.join(where)})" for name, where in worlds.items()) or "none"
+    return f"More than {TOLERANCE - 1:.0%} above all-reduce: {found}."
 
 
 def chart(task: str, ranks: int, curves: Sequence[Curve]) -> str:

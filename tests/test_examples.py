@@ -1,0 +1,191 @@
+"""The scripts in examples/ do what they say, and the job files name commands and options that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from torch import nn
+
+from ddp.models import on_ranks
+from murmura import DDP, Transport
+from murmura.cli.main import app
+from test_docs import blocks
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+CLUSTER = EXAMPLES / "cluster"
+YAML = CLUSTER / "kubernetes.yaml"
+
+
+def run(name: str) -> None:
+    """As `python examples/NAME`, in this process."""
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def names_of(name: str) -> dict[str, Any]:
+    """What the script defines, without running it."""
+    return runpy.run_path(str(EXAMPLES / name), run_name="example")
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def test_the_minimal_example_is_that_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    script = lines((EXAMPLES / "minimal.py").read_text())
+    assert script[1:] == lines(blocks(ROOT / "README.md")[0])
+    assert len(script) <= 20
+    run("minimal.py")
+    losses = ast.literal_eval(capsys.readouterr().out)
+    assert len(losses) == 4
+    assert max(losses) < 1.0
+
+
+def test_decentralised_replicas_differ_until_the_last_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    run("decentralised.py")
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 16
+    for rank in range(4):
+        own, mean, distance = zip(
+            *([float(each) for each in re.findall(r"\d+\.\d+", line)] for line in printed[4 * rank : 4 * rank + 4]),
+            strict=True,
+        )
+        assert min(distance[:3]) > 0.0 == distance[3]
+        assert own[3] == mean[3] < mean[0] / 10
+
+
+def test_the_parameter_server_by_hand_and_under_ddp(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run("parameter_server.py")
+    assert ended.value.code == 0
+    assert "the same bits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", pytest.param("bytegrad", marks=pytest.mark.slow)])
+def test_accumulation_and_mixed_precision_on_launched_ranks(algorithm: str) -> None:
+    command = [sys.executable, "-m", "murmura", "run", "-n", "2", "--algorithm", algorithm]
+    done = subprocess.run([*command, EXAMPLES / "accumulation_and_amp.py"], capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == 3
+    assert losses[2] < losses[0]
+
+
+# An algorithm of one's own
+
+
+def test_your_own_algorithm_is_the_one_in_the_docs_and_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    source = (EXAMPLES / "your_own_algorithm.py").read_text()
+    assert source in blocks(ROOT / "docs" / "algorithms.md")
+    assert len(lines(source[: source.index("def train")])) <= 60
+    run("your_own_algorithm.py")
+    loss, distance = map(float, re.findall(r"\d+\.\d+", capsys.readouterr().out))
+    assert loss < 0.05
+    assert 0 < distance < 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+def test_partners_are_mutual_and_in_time_everybody_meets(size: int) -> None:
+    partner = names_of("your_own_algorithm.py")["partner"]
+    met = set()
+    for number in range(200):
+        pairs = [(rank, partner(rank, size, number, 0)) for rank in range(size)]
+        assert all(pairs[peer] == (peer, rank) for rank, peer in pairs)
+        assert sum(rank == peer for rank, peer in pairs) == size % 2
+        met |= set(pairs)
+    assert {(a, b) for a in range(size) for b in range(size) if a != b} <= met
+
+
+def test_partners_hold_the_same_bits_and_a_skipped_step_keeps_nobody_waiting() -> None:
+    own = names_of("your_own_algorithm.py")
+
+    def visit(transport: Transport) -> list[float]:
+        """A rank's weight before each average is 2^rank + round; rank 0 takes no step at all."""
+        ddp = DDP(nn.Linear(1, 1, bias=False), transport, algorithm=own["RandomGossip"](seed=3))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        weights = []
+        for number in range(4):
+            with torch.no_grad():
+                ddp.module.weight.fill_(2.0**transport.rank + number)
+            optimizer.zero_grad()
+            ddp(torch.ones(1, 1)).sum().backward()
+            if transport.rank:
+                optimizer.step()
+            ddp.consensus_distance()  # settles what a skipped step has left
+            weights.append(ddp.module.weight.item())
+        ddp.close()
+        return weights
+
+    by_rank = on_ranks(visit, 4)
+    for number in range(4):
+        for rank in range(4):
+            peer = own["partner"](rank, 4, number + 1, 3)
+            assert by_rank[rank][number] == (2.0**rank + 2.0**peer) / 2 + number
+
+
+# Job files
+
+
+def test_the_cluster_script_trains_and_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs=2", f"--folder={tmp_path}"])
+    run("cluster/train.py")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs=3", f"--folder={tmp_path}"])
+    run("cluster/train.py")
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in printed] == ["epoch 0", "epoch 1", "epoch 2"]
+    losses = [float(re.findall(r"\d+\.\d+", line)[0]) for line in printed]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_the_function_that_ray_calls_trains_on_ranks(tmp_path: Path) -> None:
+    train = names_of("cluster/train.py")["train"]
+    losses = on_ranks(train, 2, torch.device("cpu"), tmp_path, 1)
+    assert losses[0] == losses[1] < 0.5
+    tree = ast.parse((CLUSTER / "ray_train.py").read_text())  # Ray itself is not a dependency
+    assert "train" in {
+        alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+
+
+@pytest.mark.parametrize("name", ["murmura_run.sh", "torchrun.sh", "slurm.sbatch"])
+def test_shell_files_parse(name: str) -> None:
+    done = subprocess.run(["bash", "-n", CLUSTER / name], capture_output=True, text=True, timeout=55)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def options_of_murmura_run() -> set[str]:
+    group: Any = typer.main.get_command(app)
+    return {option for parameter in group.commands["run"].params for option in parameter.opts}
+
+
+def test_job_files_use_options_that_exist() -> None:
+    script = (CLUSTER / "murmura_run.sh").read_text()
+    used = {*re.findall(r" (--?[a-z][a-z-]*) \"", script), *re.findall(r'- "(--[a-z-]+)=', YAML.read_text())}
+    assert {"-n", "--ranks", "--nnodes", "--node-rank", "--coordinator", "--secret-file"} <= used
+    assert used - {"--folder"} <= options_of_murmura_run()
+    source = (CLUSTER / "train.py").read_text()
+    assert '"--folder"' in source
+
+
+def test_the_kubernetes_file_is_a_service_and_an_indexed_job() -> None:
+    yaml = pytest.importorskip("yaml")
+    service, job = yaml.safe_load_all(YAML.read_text())
+    pod = job["spec"]["template"]["spec"]
+    assert (service["kind"], job["kind"], job["spec"]["completionMode"]) == ("Service", "Job", "Indexed")
+    assert pod["subdomain"] == service["metadata"]["name"]
+    (container,) = pod["containers"]
+    assert f"--nnodes={job['spec']['completions']}" in container["args"]
+    port = service["spec"]["ports"][0]["port"]
+    assert f"--coordinator={job['metadata']['name']}-0.{pod['subdomain']}:{port}" in container["args"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
