@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from murmura.experiments import Curve
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -30,3 +34,24 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings of `page`."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_headings_find_them(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text())
+    assert [each for each in targets if each[1] not in anchors(page.parent / each[0] if each[0] else page)] == []
+
+
+def test_the_table_of_convergence_is_that_of_the_last_experiment() -> None:
+    """`benchmarks/convergence.py --page docs/algorithms.md` writes it, with the charts and the JSON."""
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    curves = json.loads((ROOT / "docs" / "figures" / "convergence.json").read_text())["curves"]
+    with_table = runpy.run_path(str(ROOT / "benchmarks" / "convergence.py"))["with_table"]
+    assert page == with_table(page, [Curve(**each) for each in curves])
