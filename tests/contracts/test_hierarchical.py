@@ -124,7 +124,7 @@ def test_segments_of_their_usual_length() -> None:
 
 
 def wait_in_a_circle(transport: Transport) -> float:
-    """Rank 1 takes what rank 0, on its host, sends only after rank 2, on another, which waits for rank 0 too."""
+    """Rank 1 takes what rank 0 sends only after rank 2 has sent, which waits for rank 0 too."""
     tensor, other = torch.full((3,), float(transport.rank)), torch.zeros(3)
     if transport.rank == 0:
         transport.exchange([(tensor, 1), (tensor, 2)], [])
@@ -137,8 +137,9 @@ def wait_in_a_circle(transport: Transport) -> float:
     return tensor[0].item()
 
 
-def test_messages_inside_a_host_and_to_another_wait_for_nothing_but_themselves() -> None:
-    assert run(wait_in_a_circle, [0, 0, 1]) == [0.0, 2.0, 2.0]
+@pytest.mark.parametrize("hosts", [[0, 0, 1], [0, 1, 0]], ids=str)
+def test_messages_inside_a_host_and_to_another_do_not_wait_for_each_other(hosts: Sequence[int]) -> None:
+    assert run(wait_in_a_circle, hosts) == [0.0, 2.0, 2.0]
 
 
 # Parts of the world

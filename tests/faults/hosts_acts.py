@@ -8,9 +8,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from scenario import Act, Actor, World, play
+from scenario import Act, Actor, Stage, World, play
 
-from murmura import HierarchicalTransport
+from murmura import HierarchicalTransport, PeerLost
 from murmura.transports.rendezvous import file_store
 
 
@@ -35,6 +35,19 @@ class HostsWorld(World):
             super().__exit__(*error)
         finally:
             shutil.rmtree(self.folder)
+
+
+def lose_and_stay(stage: Stage, culprit: int) -> None:
+    """The culprit is to be killed. The others say whom they lost, and do not close until they are told to."""
+    stage.transport.all_reduce(torch.ones(8))
+    if stage.rank == culprit:
+        stage.tell("fault")
+        stage.hear()
+    try:
+        stage.transport.all_reduce(torch.ones(8))
+    except PeerLost as error:
+        stage.tell("lost", peer=error.peer)
+    stage.hear()
 
 
 def join_hosts_and_play(

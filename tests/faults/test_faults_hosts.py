@@ -7,7 +7,7 @@ import time
 import pytest
 from acts import be_interrupted, leave_before_channel, operate_until, reduce_until, wait_for_one
 from expect import AT_ONCE_SECONDS, DEATH_SECONDS, PROMPT_SECONDS, SLACK_SECONDS, expect_lost, expect_mismatch
-from hosts_acts import HostsWorld
+from hosts_acts import HostsWorld, lose_and_stay
 from scenario import NUM_HEALTHY, Report
 from traces import await_state
 
@@ -41,6 +41,16 @@ def test_ranks_of_every_host_name_a_killed_rank_within_two_seconds(hosts, culpri
         for report in world.reports(*others(culprit)):
             expect_lost(report, culprit, number=NUM_HEALTHY + 1 if moment == "be_absent" else None)
             assert report.ended - killed < DEATH_SECONDS
+
+
+@pytest.mark.parametrize(("hosts", "culprit"), PLACES)
+def test_a_death_is_passed_on_by_ranks_that_keep_their_transport_open(hosts, culprit):
+    """A leader that noticed it in memory breaks the connections on which other hosts wait for it."""
+    with HostsWorld(hosts, lose_and_stay, culprit) as world:
+        world.await_word("fault", culprit)
+        world.kill(culprit)
+        for rank in others(culprit):
+            assert world.actors[rank].await_word("lost", within=PROMPT_SECONDS) == {"peer": culprit}
 
 
 @pytest.mark.parametrize(("hosts", "culprit"), PLACES)

@@ -43,8 +43,8 @@ SEGMENTS_AHEAD = 2
 class HierarchicalTransport(Transport):
     """One rank of a world on several hosts; made by `join`, `connect` or `run_world`. Works in host memory.
 
-    `check="always"` compares the calls of all ranks before every operation, for a round trip; otherwise those of the
-    ranks of a host are compared, and those of the hosts' only after a time-out.
+    `check="always"` compares the calls of all ranks before every operation, for a round trip; otherwise those of a
+    host's ranks are compared always, and those of different hosts after a time-out.
     """
 
     _works_on = torch.device("cpu")
@@ -215,9 +215,8 @@ class HierarchicalTransport(Transport):
 
     def _barrier(self, timeout: float | None) -> None:
         deadline = Deadline(self._seconds(timeout))
-        self._agree("barrier()", timeout)
+        self._agree("barrier()", timeout)  # for which the ranks of a host have met
         token = torch.zeros(1)
-        self._reduce_inside(token, ReduceOp.SUM, deadline)
         total = self._start_sum(token, ReduceOp.SUM, deadline)
         if total is not None:
             self._await(total)
