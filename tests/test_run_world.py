@@ -34,6 +34,8 @@ from murmura import (
 )
 
 KINDS = ("threads", "processes")
+from murmura.transports.connect import choose
+
 SECONDS = 45.0  # for a script, which imports torch first
 
 
@@ -607,3 +609,15 @@ def test_two_jobs_at_once_on_one_host_open_no_port(tmp_path: Path) -> None:
             said, told = process.communicate(timeout=SECONDS)
             assert told == ""
             assert json.loads(said) == ["SharedMemoryTransport", [[mean], [mean]], []]
+
+
+@pytest.mark.parametrize(
+    ("backend", "num_gpus", "kind"),
+    [("cuda", 2, "nccl"), ("cuda", 1, "shared_memory"), ("auto", 2, "shared_memory"), ("cpu", 2, "shared_memory")],
+)
+def test_what_processes_of_one_host_take(
+    backend: str, num_gpus: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    config = DistributedConfig(world_size=2, rank=0, local_world_size=2, backend=backend)
+    assert choose(config) == kind

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from murmura.config import DistributedConfig
 from murmura.errors import ConfigError
 from murmura.transports.base import Transport
@@ -21,12 +23,13 @@ _LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
 def connect(config: DistributedConfig | None = None) -> Transport:
     """The transport of this rank, once all ranks have met; by default as the environment says.
 
-    A world of one needs nothing. Several processes on one host share memory and open no port. Ranks on several hosts
-    meet at `coordinator_addr` and talk through a process group: NCCL where they compute on CUDA, else Gloo, which
-    joins only the hosts where some have several ranks: these share memory.
+    A world of one needs nothing. Several processes on one host share memory and open no port; with backend="cuda" and
+    a GPU for each they take NCCL, which knows the way between those. Ranks on several hosts meet at `coordinator_addr`
+    and talk through a process group: NCCL where they compute on CUDA, else Gloo, which joins only the hosts where some
+    have several ranks: these share memory.
     """
     config = DistributedConfig.from_env() if config is None else config
-    kind = _choose(config) if config.transport is TransportKind.AUTO else config.transport
+    kind = choose(config) if config.transport is TransportKind.AUTO else config.transport
     if kind is TransportKind.IN_PROCESS:
         if config.world_size > 1:
             raise ConfigError(
@@ -65,12 +68,18 @@ def _join_over_a_network(config: DistributedConfig, kind: TransportKind) -> Tran
     return ProcessGroupTransport.join(job, rank, size, backend=kind, timeout=config.timeout)
 
 
-def _choose(config: DistributedConfig) -> TransportKind:
+def choose(config: DistributedConfig) -> TransportKind:
+    """What transport="auto" stands for, as far as one rank can tell."""
     if config.world_size == 1:
         return TransportKind.IN_PROCESS
     if _on_one_host(config):
-        return TransportKind.SHARED_MEMORY
+        return TransportKind.NCCL if _has_a_gpu_each(config) else TransportKind.SHARED_MEMORY
     return TransportKind.NCCL if config.backend is DistributedBackend.CUDA else TransportKind.GLOO
+
+
+def _has_a_gpu_each(config: DistributedConfig) -> bool:
+    wants_cuda = config.backend is DistributedBackend.CUDA and config.coordinator_addr != ""
+    return wants_cuda and config.world_size <= torch.cuda.device_count()
 
 
 def _on_one_host(config: DistributedConfig) -> bool:
