@@ -1,7 +1,7 @@
 """What observing costs: training steps with and without an Observer, in turns, in one run.
 
-Ranks train the character transformer of 4.8 million parameters on shared memory, in buckets of 1 MiB, so that many are
-exchanged. Everything is recorded: JSON lines and a trace. Two figures are printed:
+Ranks train the character transformer of 4.8 million parameters on shared memory. Everything is recorded: JSON lines and
+a trace. More and smaller buckets (--bucket-bytes) make more spans. Two figures are printed:
 
 - the median ratio of a step that is observed to its neighbour that is not, with the half-width of its 95 % interval. A
   machine's speed changes from step to step by more than observing costs, so this takes a quiet machine and minutes;
@@ -30,11 +30,11 @@ NUM_BATCHES = 8
 WARM_UP_PAIRS = 5
 
 
-def train(transport: murmura.Transport, seconds: float, folder: str) -> list[tuple[float, float]]:
+def train(transport: murmura.Transport, seconds: float, bucket_bytes: int, folder: str) -> list[tuple[float, float]]:
     """Milliseconds of pairs of steps, the observed one first, on this rank."""
     torch.set_num_threads(1)
     model = CharLM()
-    ddp = murmura.DDP(model.build(), transport, bucket_size_bytes=2**20)
+    ddp = murmura.DDP(model.build(), transport, bucket_size_bytes=bucket_bytes)
     optimizer = model.optimizer(ddp)
     batches = model.batches(transport.rank, NUM_BATCHES)
 
@@ -102,9 +102,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--bucket-bytes", type=int, default=25 * 2**20, help="as DDP's bucket_size_bytes")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        of_ranks = murmura.run_world(train, arguments.ranks, arguments.seconds, folder, kind="processes")
+        options = arguments.seconds, arguments.bucket_bytes, folder
+        of_ranks = murmura.run_world(train, arguments.ranks, *options, kind="processes")
         lines = (Path(folder) / "rank-0.trace.json").read_text().splitlines()
         num_spans = round(sum('"ph": "X"' in line for line in lines) / sum("::step " in line for line in lines))
         cost = cost_ms(num_spans, folder)
@@ -119,7 +121,12 @@ def main() -> None:
     print(f"observed {observed:.2f} ms, not observed {unobserved:.2f} ms; ratio of a pair {ratio:.4f} +- {spread:.4f}")
     print(f"the observer by itself: {cost:.3f} ms a step, {100 * cost / unobserved:.2f} % of it")
     if arguments.json:
-        row = {"ranks": arguments.ranks, "pairs": len(pairs), "spans_a_step": num_spans}
+        row = {
+            "ranks": arguments.ranks,
+            "bucket_bytes": arguments.bucket_bytes,
+            "pairs": len(pairs),
+            "spans_a_step": num_spans,
+        }
         times = {"observed_ms": observed, "unobserved_ms": unobserved, "cost_ms": cost}
         figures = {"ratio": ratio, "ratio_half_width": spread, "cost_ratio": cost / unobserved}
         Path(arguments.json).write_text(
