@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol, Self
@@ -87,6 +87,7 @@ class Observer:
         self._step: int | None = None  # under way; None before the first
         self._began_ns = 0
         self._stepped_ns: int | None = None  # when the optimizer last stepped in it
+        self._paused_ns = 0  # since then, or before the first step
         self._gradient_norm: float | None = None
         self._logged: dict[str, float] = {}
         self._is_closed = False
@@ -121,6 +122,14 @@ class Observer:
         for name, value in values.items():
             self._logged[name] = float(value.item() if isinstance(value, Tensor) else value)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside, between two steps, is in no record: evaluating, saving. `log` still adds to the last."""
+        paused_at = self._clock()
+        with self.recorder.paused():
+            yield
+        self._paused_ns += self._clock() - paused_at
+
     def close(self) -> None:
         """Write the last record and stop observing; idempotent."""
         if self._is_closed:
@@ -143,6 +152,8 @@ class Observer:
             ended, called = self._end_of_step(), self._clock()
             self._finish(self._step, ended, self._measure_consensus(self._step))
             self._began_ns = ended + self._clock() - called  # what observing itself took is in no record
+        self._began_ns += self._paused_ns
+        self._paused_ns = 0
         self._step = number
 
     def before_step(self, parameters: Sequence[nn.Parameter]) -> None:
