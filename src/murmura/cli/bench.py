@@ -74,14 +74,14 @@ def all_reduce(
             out.print(f"written to {json}", highlight=False, markup=False, soft_wrap=True)
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, option: str = "--json") -> None:
     """Raise a ConfigError if a file cannot be written at `path`; nothing is written yet."""
     if path.is_dir():
-        raise ConfigError(f"--json {path} is a folder. Name a file in it.")
+        raise ConfigError(f"{option} {path} is a folder. Name a file in it.")
     if not path.parent.is_dir():
-        raise ConfigError(f"--json {path}: there is no folder {path.parent}. Make it first.")
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}. Make it first.")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--json {path} cannot be written. Choose another place.")
+        raise ConfigError(f"{option} {path} cannot be written. Choose another place.")
 
 
 def write(path: Path, text: str) -> None:

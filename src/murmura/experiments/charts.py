@@ -51,7 +51,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Curves over a common axis, with a legend; `rules` are horizontal lines with a name."""
+    """Curves over a common axis, with a legend; `rules` are horizontal lines with a name. A notebook draws it."""
 
     title: str
     x: Axis
@@ -80,10 +80,12 @@ class LineChart:
         parts += _legend([line.name for line in self.lines])
         return _frame(self.title, parts)
 
+    _repr_svg_ = to_svg
+
 
 @dataclass(frozen=True)
 class StackedBars:
-    """A bar for each name, made of parts that have a meaning: where the time went."""
+    """A bar for each name, made of parts that have a meaning: where the time went. A notebook draws it."""
 
     title: str
     label: str
@@ -113,6 +115,8 @@ class StackedBars:
                 begin += value
         drawn += _legend(self.parts, left, TOP + 6)
         return _frame(self.title, drawn, height)
+
+    _repr_svg_ = to_svg
 
 
 class _Scale:
@@ -153,12 +157,15 @@ def _y_axis(axis: Axis, scale: _Scale) -> list[str]:
 def _legend(names: Sequence[str], left: float | None = None, top: float = TOP + 8) -> list[str]:
     """In a column at the right, or in a row that begins at `left`."""
     parts = []
-    longest = max(map(len, names), default=0)
+    x = WIDTH - RIGHT - 24 - 6.6 * max(map(len, names), default=0) if left is None else left
+    y = top
     for index, name in enumerate(names):
-        x = WIDTH - RIGHT - 24 - 6.6 * longest if left is None else left + index * (24 + 6.6 * longest)
-        y = top + (16 * index if left is None else 0)
         parts.append(f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="12" height="12" fill="{COLOURS[index % 10]}"/>')
         parts.append(_text(x + 18, y + 1, name, "start"))
+        if left is None:
+            y += 16
+        else:
+            x += 36 + 6.6 * len(name)
     return parts
 
 

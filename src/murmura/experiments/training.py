@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from contextlib import AbstractContextManager
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from murmura.ddp import DDP
@@ -15,31 +19,32 @@ from murmura.transports.base import Transport
 RAMP_STEPS = 10
 
 
-class Training:
+class TrainingLoop:
     """Trains `task` on this rank for `steps` steps, one at a time; every rank calls the same methods.
+
+    `model` is what is called and keeps the ranks together, whosever it is; `optimizer` updates its parameters.
 
     Attributes:
         step: how many steps are done. Set it, with the state of the others, to resume.
-        ddp, optimizer, scheduler: the usual objects of a training script, for a checkpoint.
     """
 
-    def __init__(self, transport: Transport, task: Task, recipe: Recipe, steps: int) -> None:
+    def __init__(self, task: Task, model: nn.Module, optimizer: Optimizer, rank: int, steps: int) -> None:
         self.task = task
         self.step = 0
         self.steps = steps
-        self.ddp = DDP(task.model(), transport, algorithm=recipe.algorithm())
-        self.optimizer = recipe.optimizer(self.ddp, task.learning_rate)
-        self.scheduler = LambdaLR(self.optimizer, lambda step: _share_of_learning_rate(step, steps))
-        self._rank = transport.rank
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = LambdaLR(optimizer, lambda step: _share_of_learning_rate(step, steps))
+        self._rank = rank
         self._held_out = task.held_out()
 
     def advance(self) -> float:
         """Take one step; returns the loss on this rank's batch."""
         inputs, targets = self.task.batch(self._rank, self.step)
         self.optimizer.zero_grad()
-        loss = self.task.loss(self.ddp(inputs), targets)
+        loss = self.task.loss(self.model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.ddp.parameters(), max_norm=1.0)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
         self.optimizer.step()
         self.scheduler.step()
         self.step += 1
@@ -48,13 +53,32 @@ class Training:
     @torch.no_grad()
     def evaluate(self) -> float:
         """The loss, on data nobody trains on, of the mean of all replicas. Collective."""
-        self.ddp.eval()
+        self.model.eval()
         try:
-            with self.ddp.average_parameters():
-                losses = [self.task.loss(self.ddp(inputs), targets) for inputs, targets in self._held_out]
+            with self._mean_of_replicas():
+                losses = [self.task.loss(self.model(inputs), targets) for inputs, targets in self._held_out]
         finally:
-            self.ddp.train()
+            self.model.train()
         return float(torch.stack(losses).mean())
+
+    def _mean_of_replicas(self) -> AbstractContextManager[None]:
+        """Inside it the model is the mean; nothing to do where replicas are equal."""
+        return contextlib.nullcontext()
+
+
+class Training(TrainingLoop):
+    """The loop under murmura's DDP, with the algorithm and the optimizer of `recipe`.
+
+    Attributes:
+        ddp, optimizer, scheduler: the usual objects of a training script, for a checkpoint.
+    """
+
+    def __init__(self, transport: Transport, task: Task, recipe: Recipe, steps: int) -> None:
+        self.ddp = DDP(task.model(), transport, algorithm=recipe.algorithm())
+        super().__init__(task, self.ddp, recipe.optimizer(self.ddp, task.learning_rate, steps), transport.rank, steps)
+
+    def _mean_of_replicas(self) -> AbstractContextManager[None]:
+        return self.ddp.average_parameters()
 
     def close(self) -> None:
         self.ddp.close()
