@@ -126,7 +126,7 @@ def _about(transport: Transport, bucket_bytes: int | None) -> str:
 
 def torch_ddp(transport: Transport, meeting_file: Path) -> Contestant:
     """torch's DDP on a Gloo group of its own: the default group stays untouched."""
-    group = _gloo_group(transport, meeting_file)
+    group = gloo_group(transport, meeting_file, hostname=GLOO_HOST)
 
     def wrap(module: nn.Module) -> Wrapped:
         return Wrapped(nn.parallel.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True))
@@ -137,14 +137,15 @@ def torch_ddp(transport: Transport, meeting_file: Path) -> Contestant:
     return Contestant(DDPPeer.TORCH_DDP, about, wrap)
 
 
-def _gloo_group(transport: Transport, meeting_file: Path) -> Any:
+def gloo_group(transport: Transport, meeting_file: Path, **place: str) -> Any:
+    """A group of Gloo's for torch's own use, on ``hostname=`` or ``interface=``; every rank calls it."""
     import torch.distributed
 
     c10d: Any = torch.distributed  # its stubs know nothing of options and of groups that are built by hand
     rank, size = transport.rank, transport.world_size
     store = c10d.FileStore(str(meeting_file), size)
     options = c10d.ProcessGroupGloo._Options()
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=GLOO_HOST)]
+    options._devices = [c10d.ProcessGroupGloo.create_device(**place)]
     options._timeout = timedelta(seconds=transport.timeout)
     gloo = c10d.ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, size, options)
     group = c10d.ProcessGroup(store, rank, size)
