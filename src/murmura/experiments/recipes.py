@@ -20,8 +20,8 @@ from murmura.algorithms import (
 )
 from murmura.errors import ConfigError
 
-WARMUP_STEPS = 50
-"""Of QAdam: long enough for the second moment to be worth keeping."""
+WARMUP_SHARE = 0.2
+"""Of QAdam's steps: the second moment is kept as it is afterwards, so it must be worth keeping."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class Recipe:
 
     name: str
     algorithm: Callable[[], Algorithm]
-    optimizer: Callable[[nn.Module, float], Optimizer]
+    optimizer: Callable[[nn.Module, float, int], Optimizer]  # given the learning rate and the number of steps
 
 
-def _adamw(module: nn.Module, learning_rate: float) -> Optimizer:
+def _adamw(module: nn.Module, learning_rate: float, steps: int) -> Optimizer:
     return AdamW(module.parameters(), lr=learning_rate, weight_decay=0.0)
 
 
-def _qadam(module: nn.Module, learning_rate: float) -> Optimizer:
-    return QAdamOptimizer(module.parameters(), lr=learning_rate, warmup_steps=WARMUP_STEPS)
+def _qadam(module: nn.Module, learning_rate: float, steps: int) -> Optimizer:
+    return QAdamOptimizer(module.parameters(), lr=learning_rate, warmup_steps=max(1, round(WARMUP_SHARE * steps)))
 
 
 _TUNED: dict[str, Callable[[], Algorithm]] = {
