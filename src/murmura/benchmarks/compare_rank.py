@@ -71,7 +71,7 @@ class Torch:
         task = task_named(spec.task, spec.seed)
         model = task.model()
         ddp = nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-        optimizer = recipe_named("gradient_allreduce").optimizer(ddp, task.learning_rate)
+        optimizer = recipe_named("gradient_allreduce").optimizer(ddp, task.learning_rate, spec.num_steps)
         self.training = TrainingLoop(task, ddp, optimizer, transport.rank, spec.num_steps)
         self.records: list[Record] = []
         self.evaluate = self.training.evaluate

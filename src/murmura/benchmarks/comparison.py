@@ -22,7 +22,7 @@ from murmura.benchmarks.compare_spec import BASELINE, BLOCK_STEPS, LOCAL, TORCH_
 from murmura.benchmarks.progress import Progress, silent, watching
 from murmura.benchmarks.report import Machine
 from murmura.experiments.breakdown import Breakdown, readable_bytes
-from murmura.experiments.recipes import WARMUP_STEPS, recipe_named
+from murmura.experiments.recipes import recipe_named
 from murmura.experiments.runs import Run
 from murmura.experiments.traffic import bytes_per_step
 from murmura.lab import Hosts
@@ -174,16 +174,16 @@ def row_of(run: Run, target: float, num_parameters: int) -> Row:
         step_ms=statistics.median(turns) / BLOCK_STEPS,
         compute_ms=None if name == TORCH_DDP else statistics.fmean(each.compute_ms for each in means),
         step_bytes=statistics.fmean(each.step_bytes for each in means) if measured is None else measured,
-        formula_bytes=formula_bytes(name, num_parameters, ranks, run.settings["steps"]),
+        formula_bytes=formula_bytes(name, num_parameters, ranks),
         final_loss=run.result["loss"],
         consensus_distance=run.result["consensus_distance"],
     )
 
 
-def formula_bytes(contestant: str, num_parameters: int, ranks: int, steps: int) -> float:
-    """What a rank sends in most of its steps: QAdam warms up as plain all-reduce, and may have little else to do."""
-    is_plain = contestant == TORCH_DDP or (contestant == "qadam" and steps < 2 * WARMUP_STEPS)
-    return bytes_per_step(recipe_named(BASELINE if is_plain else contestant).algorithm(), num_parameters, ranks)
+def formula_bytes(contestant: str, num_parameters: int, ranks: int) -> float:
+    """What a rank sends in most of its steps: those of QAdam after its warm-up."""
+    name = BASELINE if contestant == TORCH_DDP else contestant
+    return bytes_per_step(recipe_named(name).algorithm(), num_parameters, ranks)
 
 
 def _turns(run: Run) -> Iterator[float]:
