@@ -7,16 +7,18 @@ from typing import Annotated
 import typer
 
 from murmura import __version__
-from murmura.cli import bench, bench_compressors, bench_ddp, doctor, lab, run
+from murmura.cli import bench, bench_compressors, bench_ddp, compare, doctor, lab, report, run, train
 
 app = typer.Typer(
     name="murmura",
     help="Keeps the replicas of a PyTorch model together while they train.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
+app.command("train")(train.command)
+app.command("compare")(compare.command)
+app.command("report")(report.command)
 bench.app.command("ddp")(bench_ddp.ddp)
 bench.app.command("compressors")(bench_compressors.compressors)
 app.add_typer(bench.app, name="bench")
