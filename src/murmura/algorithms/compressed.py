@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from murmura.algorithms.pieces import Sideline, cut
 from murmura.collectives.chunks import chunk_bounds
 from murmura.compressors import Compressor
 from murmura.errors import ConfigError
 from murmura.transports.base import Transport
+
+PIECE_ELEMENTS = 2**19
+"""Of each rank's chunk, what is encoded, averaged or decoded while other pieces travel."""
+
+
+class _Piece(NamedTuple):
+    """A piece of every rank's chunk: where it is in the flat, its payloads, and the mean of this rank's own."""
+
+    bounds: list[tuple[int, int]]
+    parts: list[Tensor]
+    from_all: list[Tensor]
+    mean: Tensor
 
 
 class CompressedMean:
@@ -19,7 +34,7 @@ class CompressedMean:
 
     Each rank encodes chunk r for rank r, which decodes what comes from all, averages in rank order (the half types in
     fp32), encodes the mean and sends it to everyone. A rank's own part is encoded too, so all decode the same bytes.
-    `shares[r]` is the weight of rank r.
+    `shares[r]` is the weight of rank r. Long chunks go in pieces, which changes no bit.
     """
 
     def __init__(
@@ -35,44 +50,51 @@ class CompressedMean:
         self._transport = transport
         self._shares = [1] * size if shares is None else list(shares)
         self._divisor = sum(self._shares) if average else 1
-        self._bounds = [chunk_bounds(like.numel(), size, rank) for rank in range(size)]
-        lengths = [stop - start for start, stop in self._bounds]
-        num_bytes = [compressor.payload_bytes(length, like.dtype) for length in lengths]
-        self._parts = _allocate(transport, num_bytes, like.device)  # a chunk for each rank
-        self._from_all = _allocate(transport, [num_bytes[transport.rank]] * size, like.device)  # of this rank's chunk
-        wide = like.dtype if like.dtype.itemsize > 2 else torch.float32
-        self._mean = torch.empty(lengths[transport.rank], dtype=wide, device=like.device)
-        self._decoded = torch.empty_like(self._mean) if any(share != 1 for share in self._shares) else None
+        self._pieces = _cut(transport, like, compressor)
         # What an encoder remembers belongs to one stream of values, so every stream has its own.
-        self._encoders = [compressor.for_bucket() for _ in lengths]
+        self._encoders = [compressor.for_bucket() for _ in range(size)]
         self._mean_encoder = compressor.for_bucket()
 
     def __call__(self, flat: Tensor) -> None:
         """Overwrite `flat` with the mean."""
-        transport, chunks = self._transport, [flat[start:stop] for start, stop in self._bounds]
-        for encoder, chunk, part in zip(self._encoders, chunks, self._parts, strict=True):
-            encoder.compress(chunk, part)
-        transport.all_to_all(self._parts, self._from_all)
-        self._reduce()
-        own = self._parts[transport.rank]
-        self._mean_encoder.compress(self._mean, own)
-        transport.all_to_all([own] * transport.world_size, self._parts)
-        for chunk, part in zip(chunks, self._parts, strict=True):
-            self._mean_encoder.decompress(part, chunk)
+        transport, pieces = self._transport, self._pieces
+        with Sideline(len(pieces)) as sideline:
+            encoded = [sideline.start(partial(self._encode, flat, piece)) for piece in pieces]
+            reduced, decoded = [], []
+            for piece, ticket in zip(pieces, encoded, strict=True):
+                ticket.wait()
+                transport.all_to_all(piece.parts, piece.from_all)
+                reduced.append(sideline.start(partial(self._reduce, piece)))
+            for piece, ticket in zip(pieces, reduced, strict=True):
+                ticket.wait()
+                transport.all_to_all([piece.parts[transport.rank]] * transport.world_size, piece.parts)
+                decoded.append(sideline.start(partial(self._decode, flat, piece)))
+            for ticket in decoded:
+                ticket.wait()
 
-    def _reduce(self) -> None:
-        mean, decoder = self._mean, self._mean_encoder
-        for rank, (part, share) in enumerate(zip(self._from_all, self._shares, strict=True)):
+    def _encode(self, flat: Tensor, piece: _Piece) -> None:
+        for encoder, (start, stop), part in zip(self._encoders, piece.bounds, piece.parts, strict=True):
+            encoder.compress(flat[start:stop], part)
+
+    def _reduce(self, piece: _Piece) -> None:
+        """Overwrite this rank's own part with the mean, encoded."""
+        mean, decoder = piece.mean, self._mean_encoder
+        for rank, (part, share) in enumerate(zip(piece.from_all, self._shares, strict=True)):
             if rank == 0:
                 decoder.decompress(part, mean)
                 mean.mul_(share)
             elif share == 1:
                 decoder.decompress_add(part, mean)
             else:
-                assert self._decoded is not None
-                decoder.decompress(part, self._decoded)
-                mean.add_(self._decoded.mul_(share))
+                decoded = torch.empty_like(mean)
+                decoder.decompress(part, decoded)
+                mean.add_(decoded.mul_(share))
         mean.div_(self._divisor)
+        decoder.compress(mean, piece.parts[self._transport.rank])
+
+    def _decode(self, flat: Tensor, piece: _Piece) -> None:
+        for (start, stop), part in zip(piece.bounds, piece.parts, strict=True):
+            self._mean_encoder.decompress(part, flat[start:stop])
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -90,6 +112,24 @@ class CompressedMean:
         for encoder, each in zip(self._encoders, state["encoders"], strict=True):
             encoder.load_state_dict(each)
         self._mean_encoder.load_state_dict(state["mean_encoder"])
+
+
+def _cut(transport: Transport, like: Tensor, compressor: Compressor) -> list[_Piece]:
+    """The pieces of `like`, with memory for their payloads and for the mean of this rank's chunk."""
+    size, rank = transport.world_size, transport.rank
+    chunks = [chunk_bounds(like.numel(), size, each) for each in range(size)]
+    shortest = min(stop - start for start, stop in chunks)  # the others have one element more, in their last piece
+    starts = [low for low, _ in cut(shortest, PIECE_ELEMENTS, compressor, like.device)]
+    wide = like.dtype if like.dtype.itemsize > 2 else torch.float32
+    pieces = []
+    for low, high in itertools.zip_longest(starts, starts[1:]):
+        bounds = [(start + low, stop if high is None else start + high) for start, stop in chunks]
+        num_bytes = [compressor.payload_bytes(stop - start, like.dtype) for start, stop in bounds]
+        parts = _allocate(transport, num_bytes, like.device)
+        from_all = _allocate(transport, [num_bytes[rank]] * size, like.device)
+        mean = torch.empty(bounds[rank][1] - bounds[rank][0], dtype=wide, device=like.device)
+        pieces.append(_Piece(bounds, parts, from_all, mean))
+    return pieces
 
 
 def _allocate(transport: Transport, num_bytes: Sequence[int], device: torch.device) -> list[Tensor]:

@@ -20,8 +20,11 @@ from murmura.types import Exchanges, PeerSelection, ReduceOp, parse
 if TYPE_CHECKING:
     from murmura.transports.base import Transport
 
-SEGMENT_BYTES = 4 * 2**20
-"""What a peer's weights are received and averaged in, so that no second copy of the model is needed."""
+SEGMENT_BYTES = 64 * 2**20
+"""What a peer's weights are received and averaged in, so that no second copy of a large model is needed.
+
+Nothing travels between two segments, so they are long.
+"""
 
 
 class DecentralizedAlgorithmImpl(AlgorithmImpl):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
 from murmura.algorithms.checks import at_least_one
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.peers import ring_neighbours
+from murmura.algorithms.pieces import Sideline, cut
 from murmura.algorithms.weights import as_real, check_same_lengths
 from murmura.compressors import Compressor, ErrorFeedback, MinMaxUInt8
 from murmura.errors import ConfigError
@@ -21,6 +23,22 @@ from murmura.types import ReduceOp
 
 if TYPE_CHECKING:
     from murmura.transports.base import Transport
+
+
+PIECE_ELEMENTS = 2**20
+"""What is encoded or decoded while other pieces travel."""
+
+
+class _Piece(NamedTuple):
+    """A piece of the weights, of the replicas, and the payloads it travels in."""
+
+    x: Tensor
+    w: Tensor
+    left: Tensor
+    right: Tensor
+    own: Tensor
+    from_left: Tensor
+    from_right: Tensor
 
 
 class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
@@ -62,15 +80,12 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
         if leaders is None or leaders.world_size == 1:
             return
         reals = [as_real(flat) for flat in self._flats]
-        sizes = [self._compressor.payload_bytes(flat.numel(), flat.dtype) for flat in reals]
-        self._payloads = [
-            leaders.allocate(3 * size, torch.uint8, flat.device).view(3, size)
-            for flat, size in zip(reals, sizes, strict=True)
-        ]
         self._w = [flat.clone() for flat in reals]
         self._left = [flat.clone() for flat in reals]
         # In a world of two both neighbours are one rank.
         self._right = self._left if leaders.world_size == 2 else [flat.clone() for flat in reals]
+        replicas = zip(reals, self._w, self._left, self._right, strict=True)
+        self._pieces = [self._cut(leaders, *each) for each in replicas]
 
     def is_due(self, number: int) -> bool:
         return number % self._interval == 0
@@ -82,27 +97,51 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
         for index, flat in enumerate(self._flats):
             self._hierarchy.reduce_inside(flat, ReduceOp.MEAN)
             if self._w:
-                self._mix(as_real(flat), self._w[index], self._left[index], self._right[index], self._payloads[index])
+                self._mix(self._pieces[index])
             self._hierarchy.spread(flat)
         self._weights.write(self._flats)
 
-    def _mix(self, x: Tensor, w: Tensor, left: Tensor, right: Tensor, payloads: Tensor) -> None:
-        """One exchange with the neighbours on the ring; overwrites them all."""
+    def _cut(self, leaders: Transport, x: Tensor, w: Tensor, left: Tensor, right: Tensor) -> list[_Piece]:
+        pieces = []
+        for start, stop in cut(x.numel(), PIECE_ELEMENTS, self._compressor, x.device):
+            size = self._compressor.payload_bytes(stop - start, x.dtype)
+            payloads = leaders.allocate(3 * size, torch.uint8, x.device).view(3, size)
+            pieces.append(_Piece(*(each[start:stop] for each in (x, w, left, right)), *payloads))
+        return pieces
+
+    def _mix(self, pieces: Sequence[_Piece]) -> None:
+        """One exchange with the neighbours on the ring; overwrites all that the pieces hold."""
+        with Sideline(len(pieces)) as sideline:
+            encoded = [sideline.start(partial(self._encode, piece)) for piece in pieces]
+            decoded = []
+            for piece, ticket in zip(pieces, encoded, strict=True):
+                ticket.wait()
+                self._exchange(piece)
+                decoded.append(sideline.start(partial(self._decode, piece)))
+            for ticket in decoded:
+                ticket.wait()
+
+    def _encode(self, piece: _Piece) -> None:
+        z = piece.x if piece.x.dtype.itemsize > 2 else piece.x.float()
+        z.add_(piece.left, alpha=1 / 3).add_(piece.right, alpha=1 / 3).sub_(piece.w, alpha=5 / 3)
+        self._compressor.compress(z, piece.own)
+
+    def _exchange(self, piece: _Piece) -> None:
         leaders = self._hierarchy.leaders
         assert leaders is not None
-        z = x if x.dtype.itemsize > 2 else x.float()
-        z.add_(left, alpha=1 / 3).add_(right, alpha=1 / 3).sub_(w, alpha=5 / 3)
-        own, from_left, from_right = payloads
-        self._compressor.compress(z, own)
         on_left, on_right = ring_neighbours(leaders.rank, leaders.world_size)
         if on_left == on_right:
-            leaders.exchange([(own, on_left)], [(from_left, on_left)])
+            leaders.exchange([(piece.own, on_left)], [(piece.from_left, on_left)])
         else:
-            leaders.exchange([(own, on_left), (own, on_right)], [(from_left, on_left), (from_right, on_right)])
-            self._compressor.decompress_add(from_right, right)
-        self._compressor.decompress_add(from_left, left)
-        self._compressor.decompress_add(own, w)
-        x.copy_(w)
+            sends = [(piece.own, on_left), (piece.own, on_right)]
+            leaders.exchange(sends, [(piece.from_left, on_left), (piece.from_right, on_right)])
+
+    def _decode(self, piece: _Piece) -> None:
+        if self._right is not self._left:  # not in a world of two
+            self._compressor.decompress_add(piece.from_right, piece.right)
+        self._compressor.decompress_add(piece.from_left, piece.left)
+        self._compressor.decompress_add(piece.own, piece.w)
+        piece.x.copy_(piece.w)
 
     def replicas(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """w, L and R as flat tensors; empty on a rank that does not exchange."""

@@ -41,6 +41,12 @@ class Compressor(ABC):
         self.decompress(payload, decoded)
         out.add_(decoded)
 
+    @property
+    def grain(self) -> int | None:
+        """A tensor may be cut at multiples of this many elements: the pieces take as many bytes as the whole, and
+        decode to its bits. None if it may not be cut."""
+        return None
+
     def for_bucket(self) -> Self:
         """The compressor of one bucket of one model; one that carries state returns a fresh object."""
         return self

@@ -36,6 +36,10 @@ class Cast(Compressor):
             )
         return numel * self.dtype.itemsize
 
+    @property
+    def grain(self) -> int:
+        return 1
+
     def compress(self, tensor: Tensor, payload: Tensor) -> None:
         check_call(self, tensor, payload)
         tensor = tensor.detach()

@@ -41,6 +41,10 @@ class MinMaxUInt8(Compressor):
         check_encodable(dtype)
         return numel + minmax_plain.header_bytes(dtype) * -(-numel // self._block(numel))
 
+    @property
+    def grain(self) -> int | None:
+        return self.block_size
+
     def compress(self, tensor: Tensor, payload: Tensor) -> None:
         check_call(self, tensor, payload)
         if tensor.numel():
