@@ -97,11 +97,7 @@ def test_a_script_that_connects_is_one_world() -> None:
 def test_links_are_shaped_both_ways_and_count_what_they_carry() -> None:
     num_bytes = 2_000_000
     with Hosts(2, rate="1gbit") as hosts:
-        switch = hosts[0].namespace.replace("-h0", "-switch")
-        for namespace, device in ((hosts[0].namespace, "eth0"), (switch, "h0")):
-            shown = subprocess.check_output(["tc", "-n", namespace, "-json", "qdisc", "show", "dev", device])
-            (shape,) = json.loads(shown)
-            assert (shape["kind"], shape["options"]["rate"]) == ("tbf", 125_000_000)
+        assert shaped(hosts) == [125_000_000] * 4
         before = [host.counters() for host in hosts]
         with subprocess.Popen(hosts[1].command(python(LISTEN)), stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
@@ -112,6 +108,28 @@ def test_links_are_shaped_both_ways_and_count_what_they_carry() -> None:
     assert num_bytes < sent.tx_bytes < 1.06 * num_bytes
     assert num_bytes < received.rx_bytes < 1.06 * num_bytes
     assert sent.rx_bytes < 0.1 * num_bytes
+
+
+@needs_namespaces
+def test_links_take_another_rate_in_both_directions() -> None:
+    with Hosts(2) as hosts:
+        assert hosts.rate is None
+        for rate, bytes_per_second in (("1gbit", 125_000_000), ("100mbit", 12_500_000)):
+            hosts.shape(rate)
+            assert (hosts.rate, shaped(hosts)) == (rate, [bytes_per_second] * 4)
+        with pytest.raises(ConfigError, match="write bits per second"):
+            hosts.shape("fast")
+        assert (hosts.rate, shaped(hosts)) == ("100mbit", [12_500_000] * 4)
+
+
+def shaped(hosts: Hosts) -> list[int]:
+    """Bytes per second that each link takes from its host, and brings to it."""
+    switch = hosts[0].namespace.replace("-h0", "-switch")
+    ends = [end for host in hosts for end in ((host.namespace, "eth0"), (switch, f"h{host.index}"))]
+    shown = [
+        subprocess.check_output(["tc", "-n", name, "-json", "qdisc", "show", "dev", device]) for name, device in ends
+    ]
+    return [json.loads(each)[0]["options"]["rate"] for each in shown]
 
 
 @needs_namespaces

@@ -51,6 +51,12 @@ class Hosts(Sequence[Host]):
             self._hosts, command, ranks_per_host=ranks_per_host, env=env, capture=capture, timeout=timeout
         )
 
+    def shape(self, rate: str) -> None:
+        """Give every link another rate, also while something runs on the hosts."""
+        network.check(len(self), rate)
+        network.shape(self._lab, self._hosts, rate)
+        self.rate = rate
+
     def close(self) -> None:
         """Idempotent."""
         namespaces.remove(namespaces.labs().get(self._lab, []))

@@ -89,11 +89,17 @@ def build(lab: str, num_hosts: int, rate: str | None) -> tuple[Host, ...]:
         command("ip", "-n", name, "address", "add", f"{host.address}/24", "dev", INTERFACE)
         command("ip", "-n", name, "link", "set", INTERFACE, "up")
         command("ip", "-n", name, "link", "set", "lo", "up")
-        if rate is not None:
-            shape = ["root", "tbf", "rate", rate.strip().lower().replace(" ", ""), "burst", "512kb", "latency", "50ms"]
-            command("tc", "-n", switch, "qdisc", "add", "dev", port, *shape)  # what the host receives
-            command("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, *shape)  # what it sends
+    if rate is not None:
+        shape(lab, hosts, rate)
     return hosts
+
+
+def shape(lab: str, hosts: Sequence[Host], rate: str) -> None:
+    """Give every link of `lab` that rate, in both directions, whatever it had before."""
+    bucket = ["root", "tbf", "rate", rate.strip().lower().replace(" ", ""), "burst", "512kb", "latency", "50ms"]
+    for host in hosts:
+        command("tc", "-n", f"{lab}-switch", "qdisc", "replace", "dev", f"h{host.index}", *bucket)  # what it receives
+        command("tc", "-n", host.namespace, "qdisc", "replace", "dev", INTERFACE, *bucket)  # what it sends
 
 
 def leave_note(lab: str, note: dict[str, Any]) -> None:
