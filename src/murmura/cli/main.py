@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from murmura import __version__
-from murmura.cli import bench, bench_compressors, bench_ddp, compare, doctor, lab, report, run, train
+from murmura.cli import bench, bench_compressors, bench_ddp, bench_network, compare, doctor, lab, report, run, train
 
 app = typer.Typer(
     name="murmura",
@@ -21,6 +21,7 @@ app.command("compare")(compare.command)
 app.command("report")(report.command)
 bench.app.command("ddp")(bench_ddp.ddp)
 bench.app.command("compressors")(bench_compressors.compressors)
+bench.app.command("network")(bench_network.network)
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 app.command()(doctor.doctor)
