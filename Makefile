@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .PHONY: help demo test test-all lint bench clean
 
 help:
-	@echo "make demo      set up, then four ranks average tensors, and their speed beside Gloo's"
+	@echo "make demo      set up, then four ranks train while you watch, three algorithms race on a slow link, and a report"
 	@echo "make test      set up, then lint, types and the test suite"
 	@echo "make test-all  the same with the long grids"
 	@echo "make bench     the benchmarks, beside Gloo and, where mpi4py is installed, MPICH"
@@ -20,8 +20,8 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/python examples/four_ranks.py
-	$(BIN)/murmura bench all-reduce --ranks 4 --sizes 4KiB,1MiB,25MiB --against gloo
+	$(BIN)/murmura train --task charlm --ranks 4 --steps 600
+	$(BIN)/murmura compare --algorithms gradient_allreduce,bytegrad,local_sgd --ranks 4 --bandwidth 100mbit --steps 64
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,11 +10,13 @@ from html import escape
 
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 36, 48
+LETTER = 6.6  # the width of one, about
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0")
 
 STYLE = """
 .chart { font: 12px system-ui, sans-serif; --ink: #1f2328; --faint: #d0d7de; --paper: #ffffff; }
-.chart .paper { fill: var(--paper); } .chart text { fill: var(--ink); }
+.chart .paper { fill: var(--paper); }
+.chart text { fill: var(--ink); stroke: var(--paper); stroke-width: 3px; paint-order: stroke; }
 .chart .axis, .chart .grid { stroke: var(--faint); } .chart .curve { fill: none; stroke-width: 1.8; }
 .chart .rule { stroke: var(--ink); stroke-dasharray: 4 4; opacity: 0.6; }
 @media (prefers-color-scheme: dark) { .chart { --ink: #e6edf3; --faint: #3d444d; --paper: #0d1117; } }
@@ -71,13 +74,15 @@ class LineChart:
             at = up(value)
             parts.append(f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
             parts.append(_text(LEFT + 6, at - 4, name, "start"))
+        inked: list[tuple[float, float]] = []
         for index, line in enumerate(self.lines):
-            kept = [(x, y) for x, y in line.points if math.isfinite(x) and math.isfinite(y)]
-            path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in kept)
+            placed = [(across(x), up(y)) for x, y in line.points if math.isfinite(x) and math.isfinite(y)]
+            inked += [*placed, *_between(placed)]
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
             colour = COLOURS[index % len(COLOURS)]
             name = f"<title>{escape(line.name)}</title>"
             parts.append(f'<polyline class="curve" stroke="{colour}" points="{path}">{name}</polyline>')
-        parts += _legend([line.name for line in self.lines])
+        parts += _column_of_names([line.name for line in self.lines], inked)
         return _frame(self.title, parts)
 
     _repr_svg_ = to_svg
@@ -113,7 +118,7 @@ class StackedBars:
                     f"<title>{escape(what)}: {value:.3g}</title></rect>"
                 )
                 begin += value
-        drawn += _legend(self.parts, left, TOP + 6)
+        drawn += _row_of_names(self.parts, left, TOP + 6)
         return _frame(self.title, drawn, height)
 
     _repr_svg_ = to_svg
@@ -154,19 +159,40 @@ def _y_axis(axis: Axis, scale: _Scale) -> list[str]:
     return [*parts, f"{label}{escape(axis.label)}</text>"]
 
 
-def _legend(names: Sequence[str], left: float | None = None, top: float = TOP + 8) -> list[str]:
-    """In a column at the right, or in a row that begins at `left`."""
+def _between(placed: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Some points of the line through those given."""
+    return [
+        (x + share * (next_x - x), y + share * (next_y - y))
+        for (x, y), (next_x, next_y) in itertools.pairwise(placed)
+        for share in (0.25, 0.5, 0.75)
+    ]
+
+
+def _column_of_names(names: Sequence[str], inked: Sequence[tuple[float, float]]) -> list[str]:
+    """A legend in the corner where it covers the least of what is drawn; at the top right if it can."""
+    width, height = 24 + LETTER * max(map(len, names), default=0), 16 * len(names)
+    corners = [(x, y) for y in (TOP + 8, HEIGHT - BOTTOM - height) for x in (WIDTH - RIGHT - width, LEFT + 12)]
+
+    def num_covered(corner: tuple[float, float]) -> int:
+        left, top = corner
+        return sum(left - 12 < x < left + width and top - 12 < y < top + height for x, y in inked)
+
+    x, top = min(corners, key=num_covered)
+    return [part for index, name in enumerate(names) for part in _key(index, name, x, top + 16 * index)]
+
+
+def _row_of_names(names: Sequence[str], x: float, y: float) -> list[str]:
+    """A legend that begins at `x`."""
     parts = []
-    x = WIDTH - RIGHT - 24 - 6.6 * max(map(len, names), default=0) if left is None else left
-    y = top
     for index, name in enumerate(names):
-        parts.append(f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="12" height="12" fill="{COLOURS[index % 10]}"/>')
-        parts.append(_text(x + 18, y + 1, name, "start"))
-        if left is None:
-            y += 16
-        else:
-            x += 36 + 6.6 * len(name)
+        parts += _key(index, name, x, y)
+        x += 36 + LETTER * len(name)
     return parts
+
+
+def _key(index: int, name: str, x: float, y: float) -> list[str]:
+    box = f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="12" height="12" fill="{COLOURS[index % len(COLOURS)]}"/>'
+    return [box, _text(x + 18, y + 1, name, "start")]
 
 
 def _frame(title: str, parts: Sequence[str], height: float = HEIGHT) -> str:
