@@ -37,7 +37,7 @@ def test_a_lab_comes_up_runs_a_command_on_every_host_and_goes() -> None:
 @pytest.mark.usefixtures("turn_with_the_standing_lab")
 def test_without_a_lab_it_says_how_to_start_one() -> None:
     done = murmura_lab("run", "true")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "no lab is up. Start one: murmura lab up" in done.stderr
     assert murmura_lab("down").stdout == "no lab was up.\n"
 

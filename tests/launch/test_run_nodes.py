@@ -11,7 +11,7 @@ import pytest
 
 from launch.scripts import COMMAND, FAIL, ONCE, write
 from launch.test_secret import ADVICE, as_threads, free_port
-from murmura import RendezvousError
+from murmura import ConfigError, RendezvousError
 from murmura.launch.nodes import Nodes
 from murmura.launch.plan import Attempt, LaunchPlan
 
@@ -97,7 +97,7 @@ def test_a_port_that_is_taken_is_not_shared_with_another_job() -> None:
     address = f"127.0.0.1:{free_port()}"
     plan = LaunchPlan(command=("true",), num_ranks=1, num_nodes=2, coordinator=address, timeout=5.0)
     first = Nodes(plan)
-    with pytest.raises(RendezvousError, match=r"host 0 cannot listen at .* Choose another one"):
+    with pytest.raises(ConfigError, match=r"host 0 cannot listen at .* Choose another one"):
         Nodes(plan)
     del first
 

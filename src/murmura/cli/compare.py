@@ -18,6 +18,7 @@ from murmura.benchmarks.compare_spec import ComparisonSpec, parse_links
 from murmura.benchmarks.comparison import Comparison, Row, contradictions, run_comparison
 from murmura.cli.bench import MIN_COLUMNS, PLAIN_COLUMNS, check_writable, write
 from murmura.cli.bench_ddp import showing_stages
+from murmura.cli.completion import among
 from murmura.cli.failures import told_plainly
 from murmura.cli.tables import digits
 from murmura.experiments import TASKS, parse_algorithms
@@ -29,10 +30,18 @@ COLUMNS = ("contestant", "steps to\ntarget", "seconds to\ntarget", "step\nms", "
 
 
 def command(
-    task: Annotated[str, typer.Option(help=f"What is trained: {', '.join(TASKS)}.", metavar="TASK")] = "charlm",
+    task: Annotated[
+        str,
+        typer.Option(help=f"What is trained: {', '.join(TASKS)}.", metavar="TASK", autocompletion=among(TASKS)),
+    ] = "charlm",
     algorithms: Annotated[
         list[str] | None,
-        typer.Option(help=f"A list of {', '.join(algorithm_names())}; or all.", metavar="LIST", show_default="all"),
+        typer.Option(
+            help=f"A list of {', '.join(algorithm_names())}; or all.",
+            metavar="LIST",
+            show_default="all",
+            autocompletion=among(["all", *algorithm_names()]),
+        ),
     ] = None,
     ranks: Annotated[int, typer.Option(help="How many train together.", metavar="N")] = 4,
     bandwidth: Annotated[

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import typer
 
-from murmura import ConfigError, MurmuraError
+from murmura import ConfigError, MurmuraError, UsageError
 
 BAD_INPUT = 2  # also typer's own, for an unknown option
 FAILED = 1
@@ -21,4 +21,4 @@ def told_plainly() -> Iterator[None]:
     except MurmuraError as error:
         typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
         typer.echo(str(error).replace("\n", "\n       "), err=True)
-        raise typer.Exit(BAD_INPUT if isinstance(error, ConfigError) else FAILED) from None
+        raise typer.Exit(BAD_INPUT if isinstance(error, ConfigError | UsageError) else FAILED) from None

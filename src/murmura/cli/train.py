@@ -14,6 +14,7 @@ from murmura import ConfigError
 from murmura.algorithms import algorithm_names
 from murmura.benchmarks.report import Machine
 from murmura.cli.bench import check_writable
+from murmura.cli.completion import among
 from murmura.cli.failures import told_plainly
 from murmura.cli.live import showing
 from murmura.experiments import TASKS
@@ -29,7 +30,12 @@ INTERRUPTED = 130  # as a shell has it for a command that Ctrl-C ended
 def command(
     task: Annotated[
         str | None,
-        typer.Option(help=f"What is trained: {', '.join(TASKS)}.", metavar="TASK", show_default=DEFAULTS.task),
+        typer.Option(
+            help=f"What is trained: {', '.join(TASKS)}.",
+            metavar="TASK",
+            show_default=DEFAULTS.task,
+            autocompletion=among(TASKS),
+        ),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(help="How many train together.", metavar="N", show_default=str(DEFAULTS.ranks))
@@ -40,6 +46,7 @@ def command(
             help=f"How they keep together: {', '.join(algorithm_names())}.",
             metavar="NAME",
             show_default=DEFAULTS.algorithm,
+            autocompletion=among(algorithm_names()),
         ),
     ] = None,
     steps: Annotated[
@@ -51,6 +58,7 @@ def command(
             help=f"How tensors travel: {', '.join(TRANSPORTS)}. Ranks are threads with in_process, else processes.",
             metavar="NAME",
             show_default=DEFAULTS.transport,
+            autocompletion=among(TRANSPORTS),
         ),
     ] = None,
     bandwidth: Annotated[

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from murmura.config import parse_address
-from murmura.errors import RendezvousError
+from murmura.errors import ConfigError, RendezvousError
 from murmura.launch.crew import END_SECONDS, LAST_WORDS_SECONDS
 from murmura.launch.plan import Attempt, LaunchPlan
 from murmura.launch.verdict import Failure, gravest
@@ -157,7 +157,7 @@ def _serve(plan: LaunchPlan) -> Store:
     try:
         return make(host, port, plan.num_nodes, True, timedelta(seconds=plan.timeout), wait_for_workers=False)
     except dist.DistError as error:
-        raise RendezvousError(
+        raise ConfigError(
             f"host 0 cannot listen at {plan.coordinator}: {error} Is the address this host's, and does another job "
             "use the port? Choose another one, on all hosts."
         ) from error
