@@ -33,16 +33,24 @@ class AfterStepImpl(AlgorithmImpl, ABC):
         self._replica = replica
         self._weights = FlatWeights(replica)
         self._stepped: set[int] = set()  # ids of parameters
+        self._expected: set[int] = set()  # those that an optimizer will step on, as far as is known
 
     def after_backward(self) -> None:
         self._due |= self.is_due(self._replica.round)
         self._stepped.clear()
+        self._expected = self._held() if self._replica.optimizers else {id(each) for each in self._replica.parameters}
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._due:
             self._stepped.update(id(each) for group in optimizer.param_groups for each in group["params"])
-            if all(id(each) in self._stepped for each in self._replica.parameters if each.grad is not None):
+            with_gradient = {id(each) for each in self._replica.parameters if each.grad is not None}
+            if self._stepped >= with_gradient & self._expected:
                 self.settle()
+
+    def _held(self) -> set[int]:
+        """Ids of what the optimizers that are known hold; before the first step, none is."""
+        groups = [group for optimizer in self._replica.optimizers for group in optimizer.param_groups]
+        return {id(each) for group in groups for each in group["params"]}
 
     def settle(self) -> None:
         if self._due:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from murmura.aggregation import GradientAggregator
 from murmura.algorithms.base import Algorithm, AlgorithmImpl
+from murmura.algorithms.checks import instances_of
 from murmura.buckets import Bucket
 from murmura.transports.base import Transport
 from murmura.types import Exchanges
@@ -36,3 +37,6 @@ class AggregateGradients(Algorithm):
     impl: ClassVar[type[AlgorithmImpl]] = AggregateGradientsImpl
 
     aggregator: GradientAggregator
+
+    def __post_init__(self) -> None:
+        instances_of(GradientAggregator, aggregator=self.aggregator)

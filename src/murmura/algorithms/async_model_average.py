@@ -108,7 +108,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     def close(self) -> None:
         if self._replica is not None:
-            self._loop.stop()
+            self._loop.close()
             self._loop.correct(self._weights.add)
         self._channel.close()
         self._background.close()
@@ -137,5 +137,5 @@ def _check(sync_interval_ms: int, sync_interval_rounds: int | None, warmup_round
     at_least_one(sync_interval_ms=sync_interval_ms)
     if sync_interval_rounds is not None:
         at_least_one(sync_interval_rounds=sync_interval_rounds)
-    if warmup_rounds < 0:
-        raise ConfigError(f"warmup_rounds={warmup_rounds} must be at least 0.")
+    if not isinstance(warmup_rounds, int) or warmup_rounds < 0:
+        raise ConfigError(f"warmup_rounds={warmup_rounds} must be a whole number, at least 0.")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl
+from murmura.algorithms.checks import instances_of
 from murmura.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from murmura.compressors import Compressor, MinMaxUInt8
 
@@ -39,3 +40,6 @@ class ByteGradAlgorithm(Algorithm):
     hierarchical: bool = True
     average: bool = True
     compressor: Compressor = field(default_factory=MinMaxUInt8, kw_only=True)
+
+    def __post_init__(self) -> None:
+        instances_of(Compressor, compressor=self.compressor)

@@ -5,6 +5,13 @@ from __future__ import annotations
 from murmura.errors import ConfigError
 
 
+def instances_of(kind: type, **choices: object) -> None:
+    """Raise `ConfigError` unless each of `choices` is an object of `kind`, rather than its class or its name."""
+    for name, value in choices.items():
+        if not isinstance(value, kind):
+            raise ConfigError(f"{name}={value!r} is no {kind.__name__}: give an object, such as {kind.__name__}(...).")
+
+
 def at_least_one(**choices: int) -> None:
     """Raise `ConfigError` unless each of `choices` is a whole number from 1 on."""
     for name, value in choices.items():

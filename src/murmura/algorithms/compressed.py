@@ -103,6 +103,8 @@ class CompressedMean:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not any(state["encoders"]) and not state["mean_encoder"]:
+            return  # nothing is left over
         if len(state["encoders"]) != len(self._encoders):
             raise ConfigError(
                 f"this state was saved by {len(state['encoders'])} ranks that exchange, and here are "

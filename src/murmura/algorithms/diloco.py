@@ -11,14 +11,14 @@ from torch import Tensor
 
 from murmura.algorithms.after_step import AfterStepImpl
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
-from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.checks import at_least_one, instances_of
 from murmura.algorithms.compressed import CompressedMean
 from murmura.algorithms.weights import as_real, check_same_lengths
+from murmura.compressors import Compressor
 from murmura.errors import ConfigError
 from murmura.types import ReduceOp
 
 if TYPE_CHECKING:
-    from murmura.compressors import Compressor
     from murmura.transports.base import Transport
 
 
@@ -112,6 +112,8 @@ class DiLoCoAlgorithm(Algorithm):
 
     def __post_init__(self) -> None:
         _check(self.interval, self.outer_lr, self.outer_momentum)
+        if self.compressor is not None:
+            instances_of(Compressor, compressor=self.compressor)
 
 
 def _check(interval: int, outer_lr: float, outer_momentum: float) -> None:

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.optim import Optimizer
 
-from murmura.algorithms.base import Algorithm, AlgorithmImpl
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
+from murmura.algorithms.checks import instances_of
 from murmura.algorithms.compressed import CompressedMean
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.weights import as_real
 from murmura.buckets import Bucket
+from murmura.compressors import Compressor
 from murmura.errors import UsageError
 from murmura.types import Exchanges, ReduceOp
 
 if TYPE_CHECKING:
-    from murmura.compressors import Compressor
     from murmura.transports.base import Transport
 
 
@@ -42,6 +43,15 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         self._means: dict[int, tuple[Bucket, CompressedMean]] = {}  # by index of the bucket
         self._restored: dict[int, Mapping[str, Any]] = {}  # states whose bucket has not come yet
         self._rounds_since_step = 0
+
+    def setup(self, replica: Replica) -> None:
+        self._replica = replica
+
+    def before_forward(self) -> None:
+        if self._rounds_since_step and not self.averages:
+            gradients = [each.grad for each in self._replica.parameters if each.grad is not None]
+            if not any(bool(gradient.any()) for gradient in gradients):
+                self._rounds_since_step = 0  # a step was skipped and the sum thrown away
 
     def on_bucket_ready(self, bucket: Bucket) -> None:
         if not self.averages and self._rounds_since_step:
@@ -82,6 +92,8 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         )
         if bucket.index in self._restored:
             mean.load_state_dict(self._restored.pop(bucket.index))
+        current = {id(each) for each in self._replica.buckets}  # those of an older plan are let go
+        self._means = {index: each for index, each in self._means.items() if id(each[0]) in current}
         self._means[bucket.index] = bucket, mean
         return mean
 
@@ -107,3 +119,7 @@ class GradientAllReduceAlgorithm(Algorithm):
     hierarchical: bool = False
     average: bool = True
     compressor: Compressor | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.compressor is not None:
+            instances_of(Compressor, compressor=self.compressor)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from murmura.algorithms.after_step import AfterStepImpl
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
-from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.checks import at_least_one, instances_of
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.peers import ring_neighbours
 from murmura.algorithms.pieces import Sideline, cut
@@ -191,6 +191,8 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
 
 def _check(communication_interval: int, compressor: Compressor | None) -> None:
     at_least_one(communication_interval=communication_interval)
+    if compressor is not None:
+        instances_of(Compressor, compressor=compressor)
     if isinstance(compressor, ErrorFeedback):
         raise ConfigError(
             "LowPrecisionDecentralizedAlgorithm sends the difference to what its neighbours know, so what one message "

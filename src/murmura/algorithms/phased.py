@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
-from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.checks import at_least_one, instances_of
 from murmura.algorithms.succession import succeed
 from murmura.buckets import Bucket
 from murmura.types import Exchanges
@@ -23,7 +23,9 @@ class PhasedImpl(AlgorithmImpl):
 
     def __init__(self, process_group: Transport, first: Algorithm, until_round: int, *, then: Algorithm) -> None:
         super().__init__(process_group)
+        self._first = first
         self._until_round = until_round
+        self._followed_by = then
         self._then: Algorithm | None = then  # None once it runs
         self.running = first.reify(process_group)
 
@@ -74,9 +76,12 @@ class PhasedImpl(AlgorithmImpl):
         return {"is_first": self._then is not None, "running": self.running.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._then is not None and not state["is_first"]:
+        if state["is_first"] != (self._then is not None):  # saved in the other phase
             self.running.close()
-            self._go_on(self._then.reify(self.process_group))
+            chosen = self._first if state["is_first"] else self._followed_by
+            self.running = chosen.reify(self.process_group)
+            self._then = self._followed_by if state["is_first"] else None
+            self.running.setup(self._replica)
         self.running.load_state_dict(state["running"])
 
 
@@ -95,3 +100,4 @@ class Phased(Algorithm):
 
     def __post_init__(self) -> None:
         at_least_one(until_round=self.until_round)
+        instances_of(Algorithm, first=self.first, then=self.then)

@@ -68,6 +68,11 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
                 "Build the optimizer as QAdamOptimizer(model.parameters(), lr=...)."
             )
         if self._optimizer is None:
+            if self._was_warm and not optimizer.is_warm:
+                raise UsageError(
+                    "the algorithm's state is from after QAdam's warm-up, but the optimizer has not warmed up. Load "
+                    "the optimizer's state_dict too, or leave the algorithm's state out."
+                )
             self._check_covers(optimizer)
             self._optimizer = optimizer
         if optimizer is self._optimizer and optimizer.is_warm and self.process_group.world_size > 1:

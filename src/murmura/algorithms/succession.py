@@ -31,7 +31,7 @@ def succeed(running: AlgorithmImpl, algorithm: Algorithm, replica: Replica) -> A
 
 
 def _average_weights(replica: Replica) -> None:
-    weights = FlatWeights(replica)
+    weights = FlatWeights(replica, with_frozen=True)  # what is frozen now may have been trained apart
     flats = weights.allocate(replica.transport)
     for flat in flats:
         replica.transport.all_reduce(flat, ReduceOp.MEAN)
@@ -59,6 +59,7 @@ def _average_moments(replica: Replica) -> None:
 def _complete_moments(replica: Replica) -> None:
     """A parameter that only other ranks have stepped on so far gets moments of zero here."""
     states = [optimizer.state for optimizer in replica.optimizers]
+    _check_as_many(replica, len(states))
     stepped = torch.tensor(
         [bool(state.get(each)) for state in states for each in replica.parameters], dtype=torch.int32
     )
@@ -71,11 +72,22 @@ def _complete_moments(replica: Replica) -> None:
             if next(missing) and known is not None:
                 other, moments = known
                 state[parameter] = {
-                    key: torch.zeros_like(parameter if value.shape == other.shape else value)
+                    key: torch.zeros_like(parameter if value.dim() and value.shape == other.shape else value)
                     if isinstance(value, Tensor)
                     else value
                     for key, value in moments.items()
                 }
+
+
+def _check_as_many(replica: Replica, num_optimizers: int) -> None:
+    least, most = torch.tensor([num_optimizers]), torch.tensor([num_optimizers])
+    replica.transport.all_reduce(least, ReduceOp.MIN)
+    replica.transport.all_reduce(most, ReduceOp.MAX)
+    if not torch.equal(least, most):
+        raise UsageError(
+            f"{int(most)} optimizers have stepped on some ranks and {int(least)} on others, so their moments cannot be "
+            "averaged. Let every optimizer step on every rank before you change the algorithm, or build new ones then."
+        )
 
 
 def _moments(replica: Replica) -> Iterator[tuple[str, Tensor]]:

@@ -26,13 +26,13 @@ class _Kind(NamedTuple):
 class FlatWeights:
     """Moves the weights of `replica` into flat tensors and back; one flat for each dtype and device.
 
-    The weights are the parameters that were trainable when this was made, and the buffers that have a mean. The
+    The weights are the parameters that were trainable when this was made, or all, and the buffers that have a mean. The
     replica's own tensors stay where they are.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, *, with_frozen: bool = False) -> None:
         self._replica = replica
-        self._parameters: list[Tensor] = [p for p in replica.parameters if p.requires_grad]
+        self._parameters: list[Tensor] = [p for p in replica.parameters if p.requires_grad or with_frozen]
         weights = self._weights()
         by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, weight in enumerate(weights):

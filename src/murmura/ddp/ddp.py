@@ -71,18 +71,23 @@ class DDP(nn.Module):
         self.module = module
         self._owns_transport = transport is None
         self._transport = connect() if transport is None else transport
-        self._replica = ModelReplica(module, self._transport.channel("ddp"), ignore, broadcast_buffers)
-        agreement.check_same_model(self._replica.transport, self._replica.describe())
-        self.broadcast_parameters(0)
-        self._driver = Driver(
-            module,
-            self._replica,
-            chosen,
-            bucket_bytes=bucket_size_bytes,
-            broadcasts_buffers=broadcast_buffers,
-            verify_every=verify_every,
-            nonfinite=nonfinite,
-        )
+        try:
+            self._replica = ModelReplica(module, self._transport.channel("ddp"), ignore, broadcast_buffers)
+            agreement.check_same_model(self._replica.transport, self._replica.describe())
+            self._take_over(0)
+            self._driver = Driver(
+                module,
+                self._replica,
+                chosen,
+                bucket_bytes=bucket_size_bytes,
+                broadcasts_buffers=broadcast_buffers,
+                verify_every=verify_every,
+                nonfinite=nonfinite,
+            )
+        except BaseException:
+            if self._owns_transport:
+                self._transport.close()
+            raise
 
     @classmethod
     def with_bucket_size(cls, module: nn.Module, transport: Transport | None, bucket_size_bytes: int) -> Self:
@@ -121,6 +126,7 @@ class DDP(nn.Module):
                 "load_state_dict(assign=True) would replace the parameters that DDP keeps together. "
                 "Leave assign out, or load into the module before wrapping it."
             )
+        self._driver.settle()  # what is under way belongs to the weights that are replaced
         own = self.module.state_dict().keys()
         if not any(name in own for name in state_dict) and all(name.startswith("module.") for name in state_dict):
             state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
@@ -141,7 +147,11 @@ class DDP(nn.Module):
         self._driver.sync(one_by_one=False)
 
     def broadcast_parameters(self, root: int = 0) -> None:
-        """Take over parameters and buffers of `root`, in place: optimizers built before stay valid."""
+        """Take over parameters and buffers of `root`, in place: optimizers built before stay valid. Collective."""
+        self._driver.settle()
+        self._take_over(root)
+
+    def _take_over(self, root: int) -> None:
         tensors = [*self._replica.parameters, *self._replica.all_buffers]
         broadcast_together(self._replica.transport, tensors, root, rarely=True)
 
@@ -164,9 +174,14 @@ class DDP(nn.Module):
         self._driver.switch(_as_algorithm(algorithm))
 
     def algorithm_state_dict(self) -> dict[str, Any]:
-        """All that the running algorithm carries on this rank, and the number of rounds."""
+        """All that the running algorithm carries on this rank, and the number of rounds.
+
+        Every rank calls it, between an optimizer's step and the next forward: what waits for a step that was skipped is
+        done first.
+        """
         self._driver.settle()
         return {
+            "name": type(self.algorithm).__name__,
             "round": self._replica.round,
             "plan": self._driver.plan,
             "algorithm": self.algorithm.state_dict(),
@@ -174,6 +189,12 @@ class DDP(nn.Module):
 
     def load_algorithm_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `algorithm_state_dict` returned on this rank."""
+        if state["name"] != type(self.algorithm).__name__:
+            raise ConfigError(
+                f"this state was saved by {state['name']}, and {type(self.algorithm).__name__} is running. Wrap the "
+                "model with the algorithm that was saved, or leave its state out."
+            )
+        self._driver.settle()
         self._driver.adopt_plan(state["plan"])
         self._replica.round = state["round"]
         self.algorithm.load_state_dict(state["algorithm"])
@@ -218,7 +239,14 @@ class DDP(nn.Module):
 def _as_algorithm(algorithm: Algorithm | str | None) -> Algorithm:
     if algorithm is None:
         algorithm = algorithm_from_env() or "gradient_allreduce"
-    return algorithm_named(algorithm) if isinstance(algorithm, str) else algorithm
+    if isinstance(algorithm, str):
+        return algorithm_named(algorithm)
+    if not isinstance(algorithm, Algorithm):
+        raise ConfigError(
+            f"algorithm={algorithm!r} is no Algorithm. Give an object, such as LocalSGDAlgorithm(8), or a name, such "
+            "as 'shift_one'."
+        )
+    return algorithm
 
 
 def _check_module(module: nn.Module) -> None:

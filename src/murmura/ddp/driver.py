@@ -58,6 +58,7 @@ class Driver:
         self._open = False  # a round has begun
         self._held_back = False  # a backward inside no_sync waits for its round
         self._syncing = True  # False inside no_sync
+        self._stepping: Optimizer | None = None  # the optimizer whose step is under way
         self._came = False  # the backward under way has left a gradient in a parameter
         self._armed: Callable[[], object] = _nothing  # what the backward under way will call at its end, if it lives
         self._observed: list[int] | None = None  # parameters in the order of their gradients in the first round
@@ -73,11 +74,16 @@ class Driver:
         self._rounds = GradientRounds(f"{self.channel.name}-rank{self.channel.rank}", self.channel.world_size)
         self._rounds.close_with(self)
         self._planned = list(reversed(replica.trainable()))
-        self._hook_parameters()
-        self._revise_plan()
-        self._module_hooks = hooks.hook_module(self, module)
-        steps.listen(self, replica.parameters)
-        self._start(self.algorithm)
+        self._module_hooks: list[Any] = []
+        try:
+            self._hook_parameters()
+            self._revise_plan()
+            self._module_hooks = hooks.hook_module(self, module)
+            steps.listen(self, replica.parameters)
+            self._start(self.algorithm)
+        except BaseException:
+            self.close()
+            raise
 
     # The algorithm
 
@@ -85,11 +91,17 @@ class Driver:
         """Run `algorithm` from the next round on."""
         self.algorithm = algorithm
         self._rounds.exchange = algorithm.on_bucket_ready
+        self._taken_in = set(self.replica.trainable())
         algorithm.setup(self.replica)
 
     def switch(self, algorithm: Algorithm) -> None:
         """Close the running algorithm and start another, between rounds."""
         self._refuse_unfinished("set_algorithm()")
+        if self._open or self._held_back:
+            raise UsageError(
+                "set_algorithm() was called inside a round: a forward has begun one, or no_sync() holds gradients "
+                "back. Call it between optimizer.step() and the next forward."
+            )
         self.algorithm = succeed(self.algorithm, algorithm, self.replica)
         self._take_in_thawed()
         self._revise_plan()
@@ -159,7 +171,7 @@ class Driver:
             replica.buckets = []
 
     def _refuse_thawed(self) -> None:
-        thawed = [index for index in self.replica.trainable() if index not in self._parameter_hooks]
+        thawed = [index for index in self.replica.trainable() if index not in self._taken_in]
         if thawed:
             raise UsageError(
                 f"parameter {self.replica.names[thawed[0]]!r} was frozen when the running algorithm started, so its "
@@ -267,8 +279,10 @@ class Driver:
             self._observer.before_step(self.replica.parameters)
         with exposed(self._observer, "before_step"):
             self.algorithm.before_step(optimizer)
+        self._stepping = optimizer
 
     def after_step(self, optimizer: Optimizer) -> None:
+        self._stepping = None
         with exposed(self._observer, "after_step"):
             self.algorithm.after_step(optimizer)
         if self._observer is not None:
@@ -297,6 +311,9 @@ class Driver:
 
     def _finish_round(self, one_by_one: bool) -> None:
         replica = self.replica
+        if self._exchanges_weights and not self._open:  # of a module in eval mode, whose forwards open no round
+            self.algorithm.settle()
+            self.algorithm.before_forward()
         if self._exchanges_gradients:
             if self._observed is None:
                 position = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
@@ -306,24 +323,25 @@ class Driver:
             if weighs and self.algorithm.averages:
                 weigh(replica.buckets)
         self.joining.round_ended()
-        self._check_finite()
         self.algorithm.after_backward()
         replica.round += 1
         self._open = self._held_back = False
+        if self._stepping is not None:  # the round of a closure, which the optimizer calls inside its step
+            self.algorithm.before_step(self._stepping)
+        if self._nonfinite is not NonFinite.PASS:
+            self._check_finite(replica.round - 1)
 
-    def _check_finite(self) -> None:
-        if self._nonfinite is NonFinite.PASS:
-            return
+    def _check_finite(self, number: int) -> None:
         name = first_nonfinite(self.replica.names, self.replica.parameters)
         if name is None:
             return
         if self._nonfinite is NonFinite.RAISE:
             raise NonFiniteGradient(
-                f"rank {self.channel.rank}: the gradient of {name!r} holds an infinity or a NaN in round "
-                f"{self.replica.round}. Lower the learning rate, clip, or look at the batch; with "
-                "nonfinite='skip_step' such steps are left out."
+                f"rank {self.channel.rank}: the gradient of {name!r} holds an infinity or a NaN in round {number}. "
+                "Lower the learning rate, clip, or look at the batch; with nonfinite='skip_step' such steps are left "
+                "out."
             )
-        log.warning("round %d is skipped: the gradient of %r is not finite", self.replica.round, name)
+        log.warning("round %d is skipped: the gradient of %r is not finite", number, name)
         for parameter in self.replica.parameters:
             parameter.grad = None
 
