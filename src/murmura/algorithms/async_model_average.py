@@ -101,7 +101,10 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self.settle()
 
     def resume(self) -> None:
-        """Go on averaging, once every rank has called; nothing happens where it goes on already."""
+        """Go on averaging, once every rank has called; nothing happens where it goes on already.
+
+        So every rank aborts before it resumes: one that does not know of another's `abort` yet would resume nothing.
+        """
         self._is_running = True
         if self._interval_rounds is None and self._channel.world_size > 1:
             self._loop.start()

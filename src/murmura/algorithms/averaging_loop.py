@@ -50,15 +50,13 @@ class AveragingLoop:
         self._interval = interval
         self._turn = _Turn.PAUSE
         self._stopping = threading.Event()
-        self._again = False  # to go on after the others have stopped
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._at_exit: weakref.finalize[..., AveragingLoop] | None = None
 
     def start(self) -> None:
-        """Go on averaging; if it goes on already, also after another rank stops it."""
+        """Go on averaging; nothing happens if it goes on already."""
         if self._thread is not None and self._thread.is_alive():
-            self._again = True
             return
         self._stopping.clear()
         if self._turn is not _Turn.CORRECTION:
@@ -75,14 +73,12 @@ class AveragingLoop:
 
     def stop(self) -> None:
         """Let all ranks stop after the next vote, and wait for it; idempotent. A correction on its way stays."""
-        self._again = False
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(self._channel.timeout)  # an average under way is finished first
 
     def close(self) -> None:
         """As `stop`, but leave in any case, also if the others are stuck; the channel is of no use afterwards."""
-        self._again = False
         if self._thread is not None:
             _end(self._stopping, self._thread, self._channel)
 
@@ -110,10 +106,7 @@ class AveragingLoop:
             self._channel, self._device, self._turn is _Turn.AVERAGE, not self._stopping.is_set()
         )
         if not all_go_on:
-            if self._stopping.is_set() or not self._again:
-                return None
-            self._again = False  # training has said already that it goes on: the next vote is of the next turn
-            return last
+            return None
         if not all_ready:
             return last
         for snapshot, correction in zip(self._snapshot, self._correction, strict=True):
