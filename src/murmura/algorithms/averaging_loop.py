@@ -44,7 +44,6 @@ class AveragingLoop:
         self, channel: Transport, snapshot: Sequence[Tensor], correction: Sequence[Tensor], interval: float
     ) -> None:
         self._channel = channel
-        self._device = snapshot[0].device if snapshot else torch.device("cpu")
         self._snapshot = snapshot
         self._correction = correction
         self._interval = interval
@@ -63,7 +62,7 @@ class AveragingLoop:
             self._turn = _Turn.PAUSE
         reference = weakref.ref(self)
         name = f"murmura-{self._channel.name}-rank{self._channel.rank}"
-        args = (reference, self._channel, self._device)
+        args = (reference, self._channel)
         self._thread = threading.Thread(target=_serve, args=args, name=name, daemon=True)
         if self._at_exit is not None:
             self._at_exit.detach()
@@ -102,9 +101,7 @@ class AveragingLoop:
         """One turn of the thread, given the time of the last average; returns that of the newest, or None to end."""
         if self._turn is _Turn.PAUSE and time.monotonic() - last >= self._interval:
             self._turn = _Turn.SNAPSHOT
-        all_ready, all_go_on = _vote(
-            self._channel, self._device, self._turn is _Turn.AVERAGE, not self._stopping.is_set()
-        )
+        all_ready, all_go_on = _vote(self._channel, self._turn is _Turn.AVERAGE, not self._stopping.is_set())
         if not all_go_on:
             return None
         if not all_ready:
@@ -129,14 +126,14 @@ class AveragingLoop:
             self._error = error
 
 
-def _serve(reference: weakref.ref[AveragingLoop], channel: Transport, device: torch.device) -> None:
+def _serve(reference: weakref.ref[AveragingLoop], channel: Transport) -> None:
     """The thread: holds the loop only while it votes, so that a model that is dropped takes its loop along."""
     last: float | None = time.monotonic()
     while last is not None:
         loop = reference()
         if loop is None:
             with contextlib.suppress(MurmuraError):
-                _vote(channel, device, ready=False, going_on=False)
+                _vote(channel, ready=False, going_on=False)
             return
         loop.wait()
         try:
@@ -148,9 +145,9 @@ def _serve(reference: weakref.ref[AveragingLoop], channel: Transport, device: to
         del loop
 
 
-def _vote(channel: Transport, device: torch.device, ready: bool, going_on: bool) -> tuple[bool, bool]:
+def _vote(channel: Transport, ready: bool, going_on: bool) -> tuple[bool, bool]:
     """Whether all ranks are ready, and whether all go on."""
-    votes = torch.tensor([ready, going_on], dtype=torch.int32).to(device)  # some process groups reach no other memory
+    votes = torch.tensor([ready, going_on], dtype=torch.int32)
     channel.all_reduce(votes, ReduceOp.MIN)
     all_ready, all_go_on = votes.tolist()
     return bool(all_ready), bool(all_go_on)

@@ -104,7 +104,6 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         """Give parameters that other ranks used a gradient of zeros; return whether any rank found an infinity."""
         used = [parameter.grad is not None for parameter in parameters]
         flags = torch.tensor([*used, optimizer.found_infinity()], dtype=torch.float32)
-        flags = flags.to(parameters[0].device)  # some process groups reach no other memory
         self.process_group.all_reduce(flags, ReduceOp.MAX)
         *used_anywhere, found_infinity = flags.tolist()
         for parameter, is_used in zip(parameters, used_anywhere, strict=True):

@@ -84,6 +84,6 @@ class Joining:
                 handle.remove()
 
     def _silence(self) -> list[Any]:
-        """Hooks under which every gradient is zero: a replayed batch leaves no trace, not even if it gives NaN."""
+        """Hooks under which every gradient is zero: a replayed batch moves no weight, not even if it gives NaN."""
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         return [parameter.register_hook(torch.zeros_like) for parameter in parameters]  # type: ignore[no-untyped-call]
