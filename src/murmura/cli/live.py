@@ -234,7 +234,7 @@ def showing(settings: TrainSettings, folder: Path, start: int) -> Iterator[Watch
         return view(watch)
 
     with contextlib.closing(watch):
-        if console.is_terminal:
+        if console.is_interactive:  # a terminal on which lines can be drawn again
             with Live(get_renderable=current, console=console, refresh_per_second=PER_SECOND):
                 yield watch
         else:
