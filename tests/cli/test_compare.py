@@ -100,7 +100,7 @@ def test_hosts_stand_for_a_named_rate(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_step_times_at_100_mbit_come_in_the_order_of_the_byte_formulas(tmp_path: Path) -> None:
-    options = ("--task", "charlm", "--ranks", "4", "--bandwidth", "100mbit", "--steps", "120", "--algorithms", "all")
+    options = ("--task", "charlm", "--ranks", "4", "--bandwidth", "100mbit", "--steps", "80", "--algorithms", "all")
     assert run(*options, "--out", tmp_path / "comparison", "--json", tmp_path / "result.json")[0] == 0
     rows = [Row(**row) for row in told(tmp_path)["rows"]]
     assert len(rows) == len(algorithm_names()) + 1

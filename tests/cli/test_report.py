@@ -6,6 +6,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -221,7 +222,21 @@ LOOK = """
 """
 
 
-@pytest.mark.skipif(browser.find() is None, reason="no Chromium is installed")
+needs_browser = pytest.mark.skipif(browser.find() is None, reason="no Chromium is installed")
+
+
+def complaints(events: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """What the console of the browser would show."""
+    names = ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")
+    return [event for event in events if event[0] in names]
+
+
+def requests(events: list[tuple[str, dict[str, Any]]]) -> set[str]:
+    urls = [params["request"]["url"] for method, params in events if method == "Network.requestWillBeSent"]
+    return {url for url in urls if not url.startswith("data:")}
+
+
+@needs_browser
 def test_a_browser_draws_the_page_in_light_and_dark_and_asks_for_nothing(tmp_path: Path) -> None:
     run(make_run(tmp_path / "one"), make_run(tmp_path / "two", "qadam"), "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").as_uri()
@@ -233,11 +248,8 @@ def test_a_browser_draws_the_page_in_light_and_dark_and_asks_for_nothing(tmp_pat
             looks[scheme] = chromium.evaluate(LOOK)
         chromium.call("Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=False)
         narrow = chromium.evaluate(LOOK)
-        events = list(chromium.events)
-    requests = [params["request"]["url"] for method, params in events if method == "Network.requestWillBeSent"]
-    assert {url for url in requests if not url.startswith("data:")} == {page}
-    complaints = ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")
-    assert [event for event in events if event[0] in complaints] == []
+    assert requests(chromium.events) == {page}
+    assert complaints(chromium.events) == []
     assert looks["light"]["paper"] == looks["light"]["chart"] == "rgb(255, 255, 255)"
     assert looks["dark"]["paper"] == looks["dark"]["chart"] == "rgb(13, 17, 23)"
     for look in (*looks.values(), narrow):
@@ -246,3 +258,24 @@ def test_a_browser_draws_the_page_in_light_and_dark_and_asks_for_nothing(tmp_pat
         assert look["curves"] >= 3 * 2
         assert look["bars"] >= 2 * 3
         assert look["overflow"] <= 0
+
+
+@needs_browser
+def test_a_newcomers_path_from_an_empty_folder_to_a_page_in_a_browser(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    words = ("train", "--task", "mlp", "--ranks", "2", "--steps", "20", "--transport", "in_process")
+    trained = CliRunner().invoke(app, words)
+    *_, advice = trained.stdout.splitlines()
+    command = advice.removeprefix("look at it: murmura ").split()
+    drawn = CliRunner().invoke(app, command)
+    page = Path(drawn.stdout.strip()).absolute().as_uri()
+    with browser.Browser(tmp_path / "profile", 1200, 900) as chromium:
+        chromium.open(page)
+        look = chromium.evaluate(LOOK)
+    assert requests(chromium.events) == {page}
+    assert complaints(chromium.events) == []
+    assert look["charts"] == 4 + 2
+    assert look["curves"] >= 3 + 2
