@@ -24,6 +24,7 @@ from murmura.cli.tables import digits
 from murmura.experiments import TASKS, parse_algorithms
 from murmura.experiments import report as reports
 from murmura.experiments.breakdown import readable_bytes
+from murmura.experiments.runs import make_folder
 
 INTERRUPTED = 130
 COLUMNS = ("contestant", "steps to\ntarget", "seconds to\ntarget", "step\nms", "sent\na step", "final\nloss", "apart")
@@ -91,7 +92,9 @@ def command(
         if json is not None:
             check_writable(json)
         folder = out if out is not None else Path("runs") / f"compare-{task}-{datetime.now():%Y%m%d-%H%M%S}"
-        make(folder)
+        make_folder(folder)
+        if any(folder.iterdir()):
+            raise ConfigError(f"--out {folder} is not empty. Name a new folder.")
         try:
             with showing_stages(spec.links) as on_progress:
                 comparison, runs = run_comparison(spec, folder, on_progress)
@@ -111,18 +114,6 @@ def command(
             write(json, comparison.to_json())
             typer.echo(f"result  {json}")
         typer.echo(f"report  {file}")
-
-
-def make(folder: Path) -> None:
-    """The folder, new or empty."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".probe").touch()
-        (folder / ".probe").unlink()
-    except OSError as error:
-        raise ConfigError(f"nothing can be written to {folder}: {error.strerror}. Name another folder.") from None
-    if any(folder.iterdir()):
-        raise ConfigError(f"--out {folder} is not empty. Name a new folder.")
 
 
 # The table, twice

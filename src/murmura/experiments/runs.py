@@ -28,6 +28,17 @@ PART = "from-"
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
 
 
+def make_folder(path: Path) -> None:
+    """A folder to write to, with those above it; a `ConfigError` where there can be none."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"nothing can be written to {path}: {error.strerror}. Name another folder.") from None
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The places in a run's folder."""
@@ -39,13 +50,7 @@ class RunFolder:
         """A new one; a `ConfigError` where a run is already, or none can be."""
         if (path / FILE).exists():
             raise ConfigError(f"{path} holds a run already. Go on with it (--resume {path}), or name another folder.")
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            probe = path / ".probe"
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise ConfigError(f"no run can be written to {path}: {error.strerror}. Name another folder.") from None
+        make_folder(path)
         return cls(path)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class TrainSettings:
         if faults:
             raise ConfigError(" ".join(faults))
 
-    def _checks(self) -> Any:
+    def _checks(self) -> Sequence[Callable[[], object]]:
         return (
             lambda: task_named(self.task),
             lambda: recipe_named(self.algorithm),
@@ -109,7 +109,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     return found
 
 
-def _fault(check: Any) -> str | None:
+def _fault(check: Callable[[], object]) -> str | None:
     try:
         check()
     except ConfigError as error:
