@@ -143,7 +143,9 @@ def test_every_algorithm_sends_what_its_formula_says(name: str, size: int) -> No
 SPEC = ComparisonSpec(task="charlm", algorithms=("gradient_allreduce",), ranks=2, links=("100mbit",), steps=24)
 
 
-def made_up(algorithm: str, step_ms: float, losses: list[float], link: str | None = "100mbit") -> Run:
+def made_up(
+    algorithm: str, step_ms: float, losses: list[float], link: str | None = "100mbit", compute_ms: float = 1.0
+) -> Run:
     """A run of a turn for each loss; rank 1 takes a millisecond more for each step."""
 
     def record(rank: int, step: int) -> Record:
@@ -153,8 +155,8 @@ def made_up(algorithm: str, step_ms: float, losses: list[float], link: str | Non
             rank=rank,
             time=0.0,
             wall_ms=step_ms + rank,
-            compute_ms=1.0,
-            waited_ms=step_ms + rank - 1.0,
+            compute_ms=compute_ms,
+            waited_ms=step_ms + rank - compute_ms,
             exchange_ms=1.0,
             hidden_ms=0.0,
             bytes={"all_reduce": 100},
@@ -211,6 +213,9 @@ def test_step_times_against_the_formulas_are_noticed() -> None:
     torchs = row_of(made_up(TORCH_DDP, 310.0, [1.0]), 1.0, 10**6)
     assert contradictions([slow, fast, torchs]) == []
     assert contradictions([slow, wrong]) == [(wrong, slow)]
+    # By the formulas 80 and 40 ms on the link, beside 100 ms of computing that may hide the first.
+    runs = [made_up("async", 105.0, [1.0], compute_ms=100.0), made_up("local_sgd", 141.0, [1.0], compute_ms=100.0)]
+    assert contradictions([row_of(run, 1.0, 10**6) for run in runs]) == []
 
 
 @pytest.mark.parametrize(
