@@ -16,7 +16,7 @@ from murmura.compressors import Compressor
 from murmura.errors import ConfigError
 from murmura.transports.base import Transport
 
-PIECE_ELEMENTS = 2**19
+PIECE_ELEMENTS = 2**18
 """Of each rank's chunk, what is encoded, averaged or decoded while other pieces travel."""
 
 

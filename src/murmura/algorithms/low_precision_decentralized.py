@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from murmura.transports.base import Transport
 
 
-PIECE_ELEMENTS = 2**20
+PIECE_ELEMENTS = 2**19
 """What is encoded or decoded while other pieces travel."""
 
 
