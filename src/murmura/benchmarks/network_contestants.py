@@ -133,8 +133,8 @@ def _qadam(module: nn.Module) -> Optimizer:
 
 
 def _torch_ddp(name: str, recipe: Model, group: Any) -> Contestant:
-    # PowerSGD's collectives follow each other in callbacks; with two buckets on Gloo, ranks run them in another order
-    # and one aborts. So all gradients go into one.
+    # PowerSGD's collectives follow each other in callbacks, which nothing orders between two buckets; on Gloo that
+    # ended in an abort over messages of unequal sizes. So all gradients go into one bucket.
     bucket_mib = math.ceil(recipe.num_bytes() / 2**20) if name == POWER_SGD else None
 
     def wrap(module: nn.Module) -> Wrapped:
