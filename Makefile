@@ -4,14 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all lint bench docs clean
 
 help:
 	@echo "make demo      set up, then four ranks train while you watch, three algorithms race on a slow link, and a report"
 	@echo "make test      set up, then lint, types and the test suite"
 	@echo "make test-all  the same with the long grids"
 	@echo "make bench     the benchmarks, beside Gloo and, where mpi4py is installed, MPICH"
-	@echo "make clean     remove the virtual environment and caches"
+	@echo "make docs      the documentation as a site, in site/; a broken link or a missing page fails it"
+	@echo "make clean     remove the virtual environment, caches and site/"
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "murmura needs Python 3.11 or newer; say make PYTHON=python3.12, for example")'
@@ -41,5 +42,14 @@ bench: $(READY)
 	$(BIN)/murmura bench all-reduce --ranks 2 --against $(PEERS) --json bench-2-ranks.json
 	$(BIN)/murmura bench all-reduce --ranks 4 --against $(PEERS) --json bench-4-ranks.json
 
+DOCS_READY := $(VENV)/.docs-ready
+
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+docs: $(DOCS_READY)
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache site
