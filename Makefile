@@ -30,10 +30,12 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest -n 3
+	$(BIN)/pytest -n 5 -m "not slow and not timed"
+	$(BIN)/pytest -n 2 -m "not slow and timed"
 
 test-all: lint
-	$(BIN)/pytest -n 3 -m ""
+	$(BIN)/pytest -n 3 -m "not timed"
+	$(BIN)/pytest -n 2 -m timed
 
 PEERS = gloo$(if $(wildcard $(BIN)/mpiexec),$(COMMA)mpich)
 COMMA := ,

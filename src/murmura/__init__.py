@@ -1,8 +1,4 @@
-"""murmura keeps the replicas of a PyTorch model together while they train.
-
-`__all__` lists what works. The other names of the public interface are declared, so that their signatures are
-settled, and raise `UsageError` until they are built.
-"""
+"""murmura keeps the replicas of a PyTorch model together while they train; `__all__` is the public interface."""
 
 from murmura import data, lab, observe
 from murmura.aggregation import (

@@ -71,6 +71,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 # The command
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # each of eleven rank processes imports torch's compiler
 @pytest.mark.usefixtures("_tiny")
 def test_torch_ddp_is_measured_beside_murmura(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/sbin/{name}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     result = CliRunner().invoke(app, ["bench", "network"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "making them needs root. Run it with sudo" in result.stderr
 
 

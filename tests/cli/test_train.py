@@ -124,7 +124,9 @@ def seconds_until_ranks_end(process: subprocess.Popen[str]) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize("algorithm", ["bytegrad", "shift_one"])
+@pytest.mark.timed
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("algorithm", ["bytegrad", pytest.param("shift_one", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_all_ranks_and_resume_comes_to_the_same_bits(tmp_path: Path, algorithm: str) -> None:
     options = ("--algorithm", algorithm, "--checkpoint-every", "7")
     cut, whole = tmp_path / "cut", tmp_path / "whole"

@@ -34,11 +34,9 @@ PLACEMENTS = ([0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 2, 2])
 SEGMENT_BYTES = 64 * 1024  # so that several of them make no long test
 SEVERAL_SEGMENTS = 70_001  # elements, of any dtype
 
-each_placement = pytest.mark.parametrize("hosts", PLACEMENTS, ids=str)
-some_placements = pytest.mark.parametrize(
-    "hosts",
-    [*(pytest.param(hosts, marks=pytest.mark.slow) for hosts in PLACEMENTS[::2]), *PLACEMENTS[1::2]],
-    ids=str,
+QUICK = ([0, 1, 0, 1],)  # the others take their turn in the long grid
+each_placement = pytest.mark.parametrize(
+    "hosts", [pytest.param(hosts, marks=() if hosts in QUICK else pytest.mark.slow) for hosts in PLACEMENTS], ids=str
 )
 
 
@@ -96,7 +94,7 @@ def sum_random(transport: Transport) -> dict[Any, tuple[str, float]]:
     return results
 
 
-@some_placements
+@each_placement
 def test_every_rank_holds_the_same_bits(hosts: Sequence[int]) -> None:
     by_rank = run(sum_random, hosts)
     for key, (bits, error) in by_rank[0].items():
@@ -137,7 +135,7 @@ def wait_in_a_circle(transport: Transport) -> float:
     return tensor[0].item()
 
 
-@pytest.mark.parametrize("hosts", [[0, 0, 1], [0, 1, 0]], ids=str)
+@pytest.mark.parametrize("hosts", [pytest.param([0, 0, 1], marks=pytest.mark.slow), [0, 1, 0]], ids=str)
 def test_messages_inside_a_host_and_to_another_do_not_wait_for_each_other(hosts: Sequence[int]) -> None:
     assert run(wait_in_a_circle, hosts) == [0.0, 2.0, 2.0]
 
@@ -167,7 +165,7 @@ def split(transport: Transport) -> list[Any]:
     return seen
 
 
-@some_placements
+@each_placement
 def test_a_part_of_the_world_is_what_its_hosts_ask_for(hosts: Sequence[int]) -> None:
     seen = [told for of_rank in run(split, hosts) for told in of_rank]
     assert [told[:1] + told[2:] for told in seen] == [
@@ -210,7 +208,11 @@ def train(transport: Transport, steps: int) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 1]], ids=str)
+@pytest.mark.parametrize(
+    "hosts",
+    [[0, 0, 1, 1], *(pytest.param(each, marks=pytest.mark.slow) for each in ([0, 1, 0, 1], [0, 0, 1]))],
+    ids=str,
+)
 def test_training_is_bit_equal_on_all_ranks_and_that_of_threads(hosts: Sequence[int]) -> None:
     by_rank, threads = run(train, hosts, 20), run_threads(train, hosts, 20)
     for parameters in by_rank:

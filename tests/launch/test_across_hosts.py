@@ -79,8 +79,11 @@ def start_with_variables_alone(hosts: Hosts, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "start",
-    [start_with_murmura_run, start_with_torchrun, start_with_variables_alone],
-    ids=["murmura run", "torchrun", "variables"],
+    [
+        pytest.param(start_with_murmura_run, id="murmura run"),
+        pytest.param(start_with_torchrun, id="torchrun", marks=pytest.mark.slow),
+        pytest.param(start_with_variables_alone, id="variables", marks=pytest.mark.slow),
+    ],
 )
 def test_two_hosts_of_two_ranks_train_as_one_host_of_four(
     hosts: Hosts, one_host: dict[str, Any], tmp_path: Path, start: Any

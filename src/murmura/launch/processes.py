@@ -63,8 +63,7 @@ def run_processes(
     """See `run_world`."""
     work = _pickle_work(fn, args)
     context = multiprocessing.get_context("forkserver")
-    # torch imports its compiler when the first optimizer is built: once here, or for seconds in every rank.
-    context.set_forkserver_preload(["torch", "torch._dynamo", "murmura"])
+    context.set_forkserver_preload(["torch", "murmura"])
     job = uuid.uuid4().hex
     num_threads = max(1, len(os.sched_getaffinity(0)) // world_size)
     processes: list[Any] = []
