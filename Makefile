@@ -31,11 +31,11 @@ lint: $(READY)
 
 test: lint
 	$(BIN)/pytest -n 5 -m "not slow and not timed"
-	$(BIN)/pytest -n 2 -m "not slow and timed"
+	$(BIN)/pytest -n 3 -m "not slow and timed"
 
 test-all: lint
 	$(BIN)/pytest -n 3 -m "not timed"
-	$(BIN)/pytest -n 2 -m timed
+	$(BIN)/pytest -n 3 -m timed
 
 PEERS = gloo$(if $(wildcard $(BIN)/mpiexec),$(COMMA)mpich)
 COMMA := ,

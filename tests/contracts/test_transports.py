@@ -58,7 +58,7 @@ def check_cases(world: World, size: int, cases: Sequence[Case]) -> None:
     assert not faults, f"{len(faults)} faults in {len(cases)} cases:\n" + "\n".join(faults[:20])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [pytest.param(each, marks=pytest.mark.slow if each > 4 else ()) for each in SIZES])
 def test_short_buffers(world: World, size: int) -> None:
     check_cases(world, size, grid(SHORT, REDUCIBLE))
 

@@ -28,7 +28,7 @@ TESTS = Path(__file__).parent.parent
 @pytest.mark.parametrize(
     ("num_hosts", "ranks_per_host", "transport", "used"),
     [
-        pytest.param(2, 2, TransportKind.GLOO, "ProcessGroupTransport", id="2x2-gloo"),
+        pytest.param(2, 2, TransportKind.GLOO, "ProcessGroupTransport", id="2x2-gloo", marks=pytest.mark.slow),
         pytest.param(4, 1, TransportKind.AUTO, "ProcessGroupTransport", id="4x1", marks=pytest.mark.slow),
         pytest.param(3, 1, TransportKind.AUTO, "ProcessGroupTransport", id="3x1", marks=pytest.mark.slow),
         pytest.param(2, 2, TransportKind.AUTO, "HierarchicalTransport", id="2x2", marks=pytest.mark.slow),
