@@ -18,8 +18,6 @@ After a TransportError or a CollectiveMismatch the contents of the tensors invol
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 __all__ = [
     "CheckpointError",
     "CollectiveMismatch",
@@ -126,11 +124,3 @@ class CheckpointError(MurmuraError):
 
 class UsageError(MurmuraError, RuntimeError):
     """The call makes no sense as it stands; the message says which call does."""
-
-
-def not_built(name: str) -> NoReturn:
-    """Raise for a public name that is declared, so that its signature is settled, but not built yet."""
-    raise UsageError(
-        f"{name} is declared but not built in this version of murmura, so nothing was done. "
-        "murmura.__all__ lists what works; CHANGELOG.md says what each version added."
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from murmura.algorithms.averaging_loop import AveragingLoop
+from murmura.algorithms.averaging_loop import AveragingLoop, mean_minus
 from murmura.algorithms.background import Background, Handover
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
 from murmura.algorithms.checks import at_least_one
@@ -84,10 +84,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._loop.correct(self._weights.add)
 
     def _average(self) -> None:
-        for snapshot, correction in zip(self._snapshot, self._correction, strict=True):
-            correction.copy_(snapshot)
-            self._channel.all_reduce(correction, ReduceOp.MEAN)
-            correction.sub_(snapshot)
+        mean_minus(self._channel, self._snapshot, self._correction)
 
     def abort(self) -> None:
         """Stop averaging on all ranks until `resume`; between rounds. Idempotent.

@@ -106,10 +106,7 @@ class AveragingLoop:
             return None
         if not all_ready:
             return last
-        for snapshot, correction in zip(self._snapshot, self._correction, strict=True):
-            correction.copy_(snapshot)
-            self._channel.all_reduce(correction, ReduceOp.MEAN)
-            correction.sub_(snapshot)
+        mean_minus(self._channel, self._snapshot, self._correction)
         _synchronize(self._correction)
         self._turn = _Turn.CORRECTION
         return time.monotonic()
@@ -124,6 +121,14 @@ class AveragingLoop:
             log.info("averaging has ended: %s", error)
         else:
             self._error = error
+
+
+def mean_minus(channel: Transport, snapshots: Sequence[Tensor], corrections: Sequence[Tensor]) -> None:
+    """Overwrite each correction with the mean of all ranks' snapshots minus this rank's own."""
+    for snapshot, correction in zip(snapshots, corrections, strict=True):
+        correction.copy_(snapshot)
+        channel.all_reduce(correction, ReduceOp.MEAN)
+        correction.sub_(snapshot)
 
 
 def _serve(reference: weakref.ref[AveragingLoop], channel: Transport) -> None:

@@ -14,7 +14,7 @@ from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
 from murmura.algorithms.compressed import CompressedMean
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer
-from murmura.algorithms.weights import as_real
+from murmura.algorithms.weights import FlatTensors, as_real
 from murmura.buckets import Bucket
 from murmura.compressors import MinMaxUInt8
 from murmura.errors import ConfigError, UsageError
@@ -80,24 +80,24 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     @torch.no_grad()
     def _average_moments(self, optimizer: QAdamOptimizer) -> None:
-        parameters = self._parameters()
+        parameters = [each for each in self._replica.parameters if each.requires_grad]
         found_infinity = self._settle_flags(optimizer, parameters)
         if found_infinity:
             optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]  # GradScaler's own way to say it
             return
         optimizer.fold_gradients()
         moments = [optimizer.first_moment(each) for each in parameters]
-        self._prepare(parameters)
-        parts = _parts(self._flats, parameters)
-        for moment, part in zip(moments, parts, strict=True):
-            part.copy_(moment)
+        flat_moments = FlatTensors(moments)
+        self._prepare(flat_moments)
+        flat_moments.read(self._flats)
         for index, flat in enumerate(self._flats):
             self._hierarchy.reduce_inside(flat, ReduceOp.MEAN)
             if self._means:
                 self._means[index](as_real(flat))
             self._hierarchy.spread(flat)
-        for parameter, moment, part in zip(parameters, moments, parts, strict=True):
-            if parameter.grad is not None:
+        used = {id(moment) for parameter, moment in zip(parameters, moments, strict=True) if parameter.grad is not None}
+        for part, moment in flat_moments.pairs(self._flats):
+            if id(moment) in used:
                 moment.copy_(part)
 
     def _settle_flags(self, optimizer: QAdamOptimizer, parameters: list[nn.Parameter]) -> bool:
@@ -111,22 +111,12 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
                 parameter.grad = torch.zeros_like(parameter)
         return bool(found_infinity)
 
-    def _parameters(self) -> list[nn.Parameter]:
-        """Those that were trainable when the warm-up ended, one kind after another."""
-        return sorted(
-            (each for each in self._replica.parameters if each.requires_grad),
-            key=lambda each: (str(each.dtype), str(each.device)),
-        )
-
-    def _prepare(self, parameters: list[nn.Parameter]) -> None:
-        """Flats for the moments, one for each dtype and device, and what averages them between hosts."""
-        numels: dict[tuple[torch.dtype, torch.device], int] = {}
-        for each in parameters:
-            numels[each.dtype, each.device] = numels.get((each.dtype, each.device), 0) + each.numel()
-        if [flat.numel() for flat in self._flats] == list(numels.values()):
+    def _prepare(self, moments: FlatTensors) -> None:
+        """Flats for the moments, and what averages them between hosts; anew if other parameters are trainable."""
+        if [flat.numel() for flat in self._flats] == moments.numels:
             return
         leaders = self._hierarchy.leaders
-        self._flats = [self.process_group.allocate(numel, dtype, device) for (dtype, device), numel in numels.items()]
+        self._flats = moments.allocate(self.process_group)
         self._means = []
         if leaders is not None:
             self._means = [
@@ -148,16 +138,6 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._was_warm = state["is_warm"]
-
-
-def _parts(flats: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor]:
-    """Where in `flats` the moment of each of `parameters`, sorted by kind, lies."""
-    parts: list[Tensor] = []
-    for flat in flats:
-        members = [each for each in parameters if each.dtype == flat.dtype and each.device == flat.device]
-        pieces = torch.split(flat, [each.numel() for each in members])
-        parts += [piece.view(each.shape) for piece, each in zip(pieces, members, strict=True)]
-    return parts
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,8 @@ def _average_moments(replica: Replica) -> None:
     _complete_moments(replica)
     moments = list(_moments(replica))
     layout = zlib.crc32("; ".join(name for name, _ in moments).encode())
-    least, most = torch.tensor([layout]), torch.tensor([layout])
-    replica.transport.all_reduce(least, ReduceOp.MIN)
-    replica.transport.all_reduce(most, ReduceOp.MAX)
-    if not torch.equal(least, most):
+    least, most = _extremes(replica, layout)
+    if least != most:
         raise UsageError(
             "the ranks' optimizers do not hold the same moments, so they cannot be averaged. Build the same optimizers "
             "on every rank, or new ones before you change the algorithm."
@@ -79,13 +77,18 @@ def _complete_moments(replica: Replica) -> None:
                 }
 
 
+def _extremes(replica: Replica, value: int) -> tuple[int, int]:
+    """The least and the largest `value` of all ranks."""
+    extremes = torch.tensor([-value, value])
+    replica.transport.all_reduce(extremes, ReduceOp.MAX)
+    return -int(extremes[0]), int(extremes[1])
+
+
 def _check_as_many(replica: Replica, num_optimizers: int) -> None:
-    least, most = torch.tensor([num_optimizers]), torch.tensor([num_optimizers])
-    replica.transport.all_reduce(least, ReduceOp.MIN)
-    replica.transport.all_reduce(most, ReduceOp.MAX)
-    if not torch.equal(least, most):
+    least, most = _extremes(replica, num_optimizers)
+    if least != most:
         raise UsageError(
-            f"{int(most)} optimizers have stepped on some ranks and {int(least)} on others, so their moments cannot be "
+            f"{most} optimizers have stepped on some ranks and {least} on others, so their moments cannot be "
             "averaged. Let every optimizer step on every rank before you change the algorithm, or build new ones then."
         )
 

@@ -18,7 +18,7 @@ from murmura import (
     DDP,
     Algorithm,
     AsyncModelAverageAlgorithm,
-    MinMaxUInt8,
+    GradientAllReduceAlgorithm,
     QAdamOptimizer,
     Transport,
     __version__,
@@ -28,12 +28,12 @@ from murmura.algorithms.names import LOCAL_STEPS
 from murmura.benchmarks.ddp_contestants import Wrapped
 from murmura.benchmarks.models import Model
 from murmura.benchmarks.network_spec import NetworkPeer, NetworkSpec
+from murmura.experiments.traffic import bytes_per_step
 
 TORCH_DDP, FP16, POWER_SGD = "torch-ddp", "torch-ddp fp16", "torch-ddp powersgd"
 BARE = "no communication"
 LOCAL = ("local_sgd", "diloco", "async")  # these communicate once in LOCAL_STEPS steps
 GOSSIP = ("decentralized", "shift_one", "low_precision_decentralized", "async")  # replicas differ after a step
-FLOAT_BYTES = 4
 QADAM_WARM_UP = 2
 POWER_SGD_START = 2  # steps without compression, the least that torch takes
 
@@ -62,26 +62,18 @@ def stays_together(name: str) -> bool:
 def formula_bytes(name: str, shapes: Sequence[Sequence[int]], num_ranks: int) -> float:
     """What a rank must send for a step, the mean over ranks and a period: parameters of these `shapes`, float32.
 
-    P elements, n ranks: a ring all-reduce sends 2 (n - 1) / n x 4 P bytes, half of it in fp16, a quarter and the
-    blocks' headers in eight bits; a peer gets 4 P bytes, a neighbour on the ring P; PowerSGD of rank 1 all-reduces
-    h + w elements for a matrix of h x w.
+    torch's DDP all-reduces all elements, in fp16 half of the bytes, in PowerSGD of rank 1 h + w elements for a matrix of
+    h x w.
     """
     numel = sum(_product(shape) for shape in shapes)
-    all_reduced = 2 * (num_ranks - 1) / num_ranks
-    in_bytes = float(MinMaxUInt8().payload_bytes(numel, torch.float32))
+    all_reduce = GradientAllReduceAlgorithm()
     if name == BARE:
         return 0.0
     if name == POWER_SGD:
-        return all_reduced * FLOAT_BYTES * sum(_low_rank(shape) for shape in shapes)
+        return bytes_per_step(all_reduce, sum(_low_rank(shape) for shape in shapes), num_ranks)
     if name == FP16:
-        return all_reduced * FLOAT_BYTES / 2 * numel
-    if name in ("bytegrad", "qadam"):
-        return all_reduced * in_bytes
-    if name == "low_precision_decentralized":
-        return min(2, num_ranks - 1) * in_bytes
-    if name == "shift_one":
-        return FLOAT_BYTES * numel * (num_ranks - num_ranks % 2) / num_ranks  # of an odd number one rests
-    return all_reduced * FLOAT_BYTES * numel / period(name)
+        return bytes_per_step(all_reduce, numel, num_ranks) / 2
+    return bytes_per_step(all_reduce if name == TORCH_DDP else _algorithm(name), numel, num_ranks)
 
 
 def _low_rank(shape: Sequence[int]) -> int:

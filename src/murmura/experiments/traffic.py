@@ -22,6 +22,7 @@ from murmura.algorithms import (
     QAdamAlgorithm,
 )
 from murmura.compressors import MinMaxUInt8
+from murmura.errors import UsageError
 from murmura.types import PeerSelection
 
 ELEMENT_BYTES = 4
@@ -57,11 +58,11 @@ def bytes_per_step(algorithm: Algorithm, num_parameters: int, num_ranks: int) ->
         case DecentralizedAlgorithm(peer_selection_mode=PeerSelection.ALL, communication_interval=interval):
             return ring * whole / interval
         case DecentralizedAlgorithm(communication_interval=interval):
-            return whole / interval
+            return whole * (n - n % 2) / n / interval  # of an odd number one rests
         case LowPrecisionDecentralizedAlgorithm(communication_interval=interval):
             return min(2, n - 1) * eight_bits / interval
         case AsyncModelAverageAlgorithm(sync_interval_rounds=int(interval)):
             return ring * whole / interval
         case LocalSGDAlgorithm(interval=interval) | DiLoCoAlgorithm(interval=interval):
             return ring * whole / interval
-    raise NotImplementedError(f"no formula is known for {algorithm!r}")
+    raise UsageError(f"no formula says what {algorithm} sends: by the clock, or in phases, it depends on the run.")
