@@ -62,8 +62,8 @@ def stays_together(name: str) -> bool:
 def formula_bytes(name: str, shapes: Sequence[Sequence[int]], num_ranks: int) -> float:
     """What a rank must send for a step, the mean over ranks and a period: parameters of these `shapes`, float32.
 
-    torch's DDP all-reduces all elements, in fp16 half of the bytes, in PowerSGD of rank 1 h + w elements for a matrix of
-    h x w.
+    torch's DDP all-reduces all elements, in fp16 half of the bytes, in PowerSGD of rank 1 h + w elements for a matrix
+    of h x w.
     """
     numel = sum(_product(shape) for shape in shapes)
     all_reduce = GradientAllReduceAlgorithm()
