@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from murmura import (
     DDP,
     AsyncModelAverageAlgorithm,
     ConfigError,
+    DiLoCoAlgorithm,
     GradientAllReduceAlgorithm,
     InProcessTransport,
     LocalSGDAlgorithm,
@@ -52,6 +54,16 @@ def test_a_closure_trains_as_a_plain_step_does(algorithm: str) -> None:
     assert on_ranks(loss_after, 2, algorithm, True) == on_ranks(loss_after, 2, algorithm, False)
 
 
+WEIGHT_ALGORITHMS = {
+    "decentralized": "decentralized",
+    "shift_one": "shift_one",
+    "local_sgd": LocalSGDAlgorithm(1),
+    "diloco": DiLoCoAlgorithm(1),
+    "low_precision": "low_precision_decentralized",
+    "async": AsyncModelAverageAlgorithm(sync_interval_rounds=1),
+}
+
+
 def test_what_is_frozen_is_averaged_too_when_the_algorithm_changes() -> None:
     def run(transport: Transport) -> float:
         ddp = DDP(nn.Sequential(weight(), weight()), transport, algorithm=LocalSGDAlgorithm(100))
@@ -66,17 +78,68 @@ def test_what_is_frozen_is_averaged_too_when_the_algorithm_changes() -> None:
     assert on_ranks(run, 2) == [0.0, 0.0]
 
 
-def test_thawing_after_the_algorithm_started_is_refused_where_weights_are_exchanged() -> None:
-    def run(transport: Transport) -> str:
-        ddp = DDP(nn.Sequential(weight(), weight()), transport)
-        ddp.module[0].requires_grad_(False)
-        ddp.set_algorithm(LocalSGDAlgorithm(1))
-        ddp.module[0].requires_grad_(True)
-        with pytest.raises(UsageError) as refusal:
-            ddp(number(1))
-        return str(refusal.value)
+@pytest.mark.parametrize("forward", ["train", "eval", "part", "method"])
+@pytest.mark.parametrize("name", WEIGHT_ALGORITHMS)
+def test_thawed_parameters_take_part_from_the_next_round_on(name: str, forward: str) -> None:
+    """A layer that was frozen when the algorithm started is averaged like the others, whatever forward is used."""
 
-    assert all("'0.weight' was frozen when the running algorithm started" in each for each in on_ranks(run, 2))
+    def run(transport: Transport) -> list[float]:
+        with closing(DDP(TwoLayers(), transport, algorithm=WEIGHT_ALGORITHMS[name])) as ddp:
+            optimizer = torch.optim.SGD(ddp.module.parameters(), lr=0.5)
+            ddp.module.train(forward != "eval")
+            for step in range(4):
+                if step == 1:
+                    ddp.module.head.requires_grad_(True)
+                optimizer.zero_grad()
+                call = {"part": ddp.module.both, "method": ddp.module.encode}.get(forward, ddp)
+                call(number(transport.rank + 1)).sum().backward()
+                optimizer.step()
+            assert ddp.module.head.weight.item() != 1.0
+            with ddp.average_parameters():
+                mean = ddp.module.head.weight.item()
+            return [mean, ddp.module.head.weight.item()]
+
+    first, second = on_ranks(run, 2)
+    assert first[0] == second[0] == pytest.approx((first[1] + second[1]) / 2)
+    apart = abs(first[1] - second[1])
+    alone = abs(alone_after(3, 1) - alone_after(3, 2))
+    assert apart < 0.9 * alone
+
+
+def alone_after(num_steps: int, x: float) -> float:
+    """The head's weight, trained by one rank for itself."""
+    model = TwoLayers()
+    model.head.requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(number(x)).sum().backward()
+        optimizer.step()
+    return float(model.head.weight.item())
+
+
+class TwoLayers(nn.Module):
+    """A body and a head, which is frozen; the loss is their sum, so that gradients are x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = Sum()
+        self.head = self.both.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.both(x)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.both.body.weight * x + self.both.head.weight * x
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = weight(1.0), weight(1.0).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.head(x)
 
 
 @pytest.mark.parametrize("name", ["decentralized", "shift_one", "local_sgd"])

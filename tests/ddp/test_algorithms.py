@@ -48,7 +48,7 @@ class DiaryImpl(AlgorithmImpl):
     def on_bucket_ready(self, bucket: Bucket) -> None:
         self.diary.append(f"bucket {bucket.index}")
         self.process_group.all_reduce(bucket.flat, "mean")
-        bucket.gradients.mul_(self.factor)
+        bucket.flat.mul_(self.factor)
 
     def after_backward(self) -> None:
         self.diary.append(f"backward {self.replica.round}")

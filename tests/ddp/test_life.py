@@ -226,12 +226,16 @@ def test_close_may_be_called_again_even_when_another_wrapper_has_the_module() ->
     assert on_ranks(run, 2) == [(0.5, 1)] * 2
 
 
-def test_a_closed_wrapper_is_a_plain_module() -> None:
+def test_a_closed_wrapper_refuses_to_train_and_leaves_a_plain_module() -> None:
     def run(transport: Transport) -> float:
         ddp = DDP(weight(), transport)
         ddp.close()
-        backward(ddp, transport.rank)
-        ddp.sync_gradients()  # there is nothing to synchronise
+        for train in (lambda: backward(ddp, 1), ddp.sync_gradients, lambda: ddp.set_algorithm("bytegrad")):
+            with pytest.raises(UsageError, match=r"after close\(\): the replicas are no longer kept together"):
+                train()
+        with torch.no_grad():
+            ddp(number(1))  # to evaluate is no training
+        backward(ddp.module, transport.rank)
         with pytest.raises(TransportClosed):
             ddp.verify_in_sync()
         return ddp.module.weight.grad.item()

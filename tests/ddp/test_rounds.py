@@ -422,10 +422,9 @@ class Fragile(nn.Module):
         return self.second(Raising.apply(x) if self.breaks else x)
 
 
-@pytest.mark.parametrize("bucket_size_bytes", [1, 2**20], ids=["bucket left", "bucket waits"])
-def test_after_a_backward_that_raised_the_next_forward_is_refused(bucket_size_bytes: int) -> None:
+def test_after_a_backward_that_raised_with_a_bucket_sent_the_next_forward_is_refused() -> None:
     def run(transport: Transport) -> None:
-        ddp = DDP(Fragile(), transport, bucket_size_bytes=bucket_size_bytes)
+        ddp = DDP(Fragile(), transport, bucket_size_bytes=1)
         backward(ddp, 1)
         ddp.module.breaks = True
         with pytest.raises(ArithmeticError, match="middle of backward"):
@@ -437,6 +436,25 @@ def test_after_a_backward_that_raised_the_next_forward_is_refused(bucket_size_by
     for error in errors_on(run, 2):
         assert isinstance(error, UsageError)
         assert "forward was called while the round of an earlier backward is unfinished" in str(error)
+
+
+def test_a_backward_that_raised_before_a_bucket_was_sent_can_be_tried_again() -> None:
+    """Some gradients have come, but none has left this rank."""
+
+    def run(transport: Transport) -> list[float]:
+        with closing(DDP(Fragile(), transport, bucket_size_bytes=2**20)) as ddp:
+            if transport.rank == 1:
+                ddp.module.breaks = True
+                with pytest.raises(ArithmeticError, match="middle of backward"):
+                    backward(ddp, 100)
+                ddp.module.breaks = False
+                ddp.zero_grad()
+            backward(ddp, 1)
+            return [parameter.grad.item() for parameter in ddp.parameters() if parameter.grad is not None]
+
+    first, second = on_ranks(run, 2)
+    assert first == second
+    assert first
 
 
 def test_a_backward_that_raised_before_any_gradient_can_be_tried_again() -> None:
@@ -543,4 +561,4 @@ def test_buckets_of_another_round_are_told_apart() -> None:
             return str(refusal.value)
 
     for rank, told in enumerate(on_ranks(run, 2)):
-        assert f"in round {rank}, bucket 0 (first parameter 'weight')" in told
+        assert f"rank {rank}: in round {rank}, the buckets (first parameter 'weight')" in told

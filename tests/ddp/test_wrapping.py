@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp.models import Heads, all_equal, backward, errors_on, fill, number, on_ranks, weight, weights_of
 from murmura import (
@@ -12,6 +15,7 @@ from murmura import (
     ConfigError,
     GradientAllReduceAlgorithm,
     GradientAllReduceAlgorithmImpl,
+    InProcessTransport,
     ReplicaDivergence,
     Transport,
     UsageError,
@@ -224,7 +228,7 @@ def test_wrapping_twice_is_refused() -> None:
         model = nn.Sequential(weight(), weight())
         ddp = DDP(model, transport)
         refusals = []
-        for again in (model, ddp, model[1], nn.Sequential(nn.ReLU(), model[0])):
+        for again in (ddp, nn.Sequential(ddp), model[1], nn.Sequential(nn.ReLU(), model[0])):
             with pytest.raises(UsageError, match=r"already wrapped .*into_inner") as refusal:
                 DDP(again, transport)
             refusals.append(str(refusal.value))
@@ -233,6 +237,29 @@ def test_wrapping_twice_is_refused() -> None:
         return refusals
 
     on_ranks(wrap_twice, 2)
+
+
+def test_wrapping_the_same_module_again_closes_the_older_wrapper() -> None:
+    """As when a notebook's cell is run again while the name of the first wrapper still holds it."""
+    (transport,) = InProcessTransport.create_group(1)
+    model = weight()
+    first = DDP(model, transport)
+    with pytest.warns(UserWarning, match="still wrapped by an older DDP, which is closed now"):
+        second = DDP(model, transport)
+    with closing(second):
+        backward(second, 3)
+    assert model.weight.grad.item() == 3
+    with pytest.raises(UsageError, match=r"after close\(\)"):
+        backward(first, 1)
+
+
+def test_torch_ddp_inside_is_refused() -> None:
+    """torch's own wrapper needs a process group even to be built, so an empty one of its class stands for it."""
+    inner = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(inner)
+    inner.module = weight()
+    with pytest.raises(UsageError, match=r"already wrapped by torch's DistributedDataParallel"):
+        DDP(nn.Sequential(inner), InProcessTransport.create_group(1)[0])
 
 
 def test_a_dropped_wrapper_holds_no_claim() -> None:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch.optim import Optimizer
 
 from murmura.algorithms.base import AlgorithmImpl, Replica
 from murmura.algorithms.weights import FlatWeights
-from murmura.types import Exchanges
+from murmura.errors import PeerTimeout
+from murmura.types import Exchanges, ReduceOp
 
 
 class AfterStepImpl(AlgorithmImpl, ABC):
-    """Calls `communicate` once for each round that `is_due`.
+    """Calls `communicate` once for each round that `is_due`: on every rank as often, whichever steps are skipped.
 
-    That is when the optimizers have stepped on every parameter that has a gradient, or at the next forward if they
-    have not: then a step was skipped.
+    That is after the optimizers' steps. A rank that skipped its step communicates before its next round, or as soon as
+    it would wait for others in an operation of the user's while these wait for it. It cannot know by itself whether
+    its step was skipped or is still to come, so the ranks vote: they communicate if any has stepped.
     """
 
     exchanges = Exchanges.WEIGHTS
-    _due = False
+    _num_owed = 0  # rounds that were due and whose exchange is still to come
+    _is_last_due = False
 
     @abstractmethod
     def is_due(self, number: int) -> bool:
@@ -29,30 +33,62 @@ class AfterStepImpl(AlgorithmImpl, ABC):
     def communicate(self) -> None:
         """Exchange the weights and write them."""
 
+    @abstractmethod
+    def use(self, weights: FlatWeights) -> None:
+        """Exchange `weights` from now on, which are equal on all ranks."""
+
     def setup(self, replica: Replica) -> None:
         self._replica = replica
         self._weights = FlatWeights(replica)
-        self._stepped: set[int] = set()  # ids of parameters
-        self._expected: set[int] = set()  # those that an optimizer will step on, as far as is known
+        self.use(self._weights)
 
     def after_backward(self) -> None:
-        self._due |= self.is_due(self._replica.round)
-        self._stepped.clear()
-        self._expected = self._held() if self._replica.optimizers else {id(each) for each in self._replica.parameters}
+        self._is_last_due = self.is_due(self._replica.round)
+        self._num_owed += self._is_last_due
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        if self._due:
-            self._stepped.update(id(each) for group in optimizer.param_groups for each in group["params"])
-            with_gradient = {id(each) for each in self._replica.parameters if each.grad is not None}
-            if self._stepped >= with_gradient & self._expected:
-                self.settle()
+    def before_step(self, optimizer: Optimizer) -> None:
+        self._settle_all_but(int(self._is_last_due))
 
-    def _held(self) -> set[int]:
-        """Ids of what the optimizers that are known hold; before the first step, none is."""
-        groups = [group for optimizer in self._replica.optimizers for group in optimizer.param_groups]
-        return {id(each) for group in groups for each in group["params"]}
+    def after_steps(self) -> None:
+        self.settle()
 
     def settle(self) -> None:
-        if self._due:
-            self._due = False
-            self.communicate()
+        self._settle_all_but(0)
+
+    def before_collective(self) -> None:
+        while self._num_owed and self._has_any_stepped(False):
+            self._communicate_once()
+
+    def _settle_all_but(self, num_left: int) -> None:
+        while self._num_owed > num_left:
+            self._has_any_stepped(True)
+            self._communicate_once()
+
+    def _communicate_once(self) -> None:
+        self._num_owed -= 1
+        self.communicate()
+
+    def _has_any_stepped(self, here: bool) -> bool:
+        """Whether a rank has stepped, or will not: so that the exchange is due now."""
+        if self.process_group.world_size == 1:
+            return here
+        vote = torch.tensor([int(here)], dtype=torch.int32)
+        try:
+            self.process_group.all_reduce(vote, ReduceOp.MAX)
+        except PeerTimeout as error:
+            error.add_note(
+                f"Rank {error.peer} has not come to the exchange of weights after round {self._replica.round - 1}. Did "
+                "it skip its optimizer's step? Then it comes before its next forward or murmura collective; one of "
+                "torch.distributed's own cannot be seen, and must not stand between."
+            )
+            raise
+        return bool(vote.item())
+
+    def parameters_added(self) -> None:
+        state = self.state_dict()
+        self._weights = self._weights.extended()
+        self.use(self._weights)
+        self.load_state_dict(state)
+
+    def weights_replaced(self) -> None:
+        self.use(self._weights)

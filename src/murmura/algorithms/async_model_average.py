@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from torch import Tensor
+
 from murmura.algorithms.averaging_loop import AveragingLoop, mean_minus
 from murmura.algorithms.background import Background, Handover
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
@@ -44,6 +46,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._background = Background(f"{self._channel.name}-rank{self._channel.rank}")
         self._replica: Replica | None = None
         self._under_way: Handover | None = None
+        self._owed: list[Tensor] = []  # corrections that wait for a moment at which weights may be written
         self._is_running: bool | None = None  # None until the first round that averages weights
 
     @property
@@ -56,7 +59,10 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     def setup(self, replica: Replica) -> None:
         self._replica = replica
-        self._weights = FlatWeights(replica)
+        self._use(FlatWeights(replica))
+
+    def _use(self, weights: FlatWeights) -> None:
+        self._weights = weights
         self._snapshot = self._weights.allocate(self._channel)
         self._correction = self._weights.allocate(self._channel)
         self._loop = AveragingLoop(self._channel, self._snapshot, self._correction, self._interval)
@@ -69,22 +75,51 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             return
         if self._is_running is None:
             self.resume()
-        if self._interval_rounds is None:
-            self._loop.boundary(self._weights.read, self._weights.add)
-        elif self._is_running and self._round % self._interval_rounds == 0:
+        if self._interval_rounds is not None and self._is_running and self._round % self._interval_rounds == 0:
+            self._take_back()
             self._weights.read(self._snapshot)
+            for snapshot, owed in zip(self._snapshot, self._owed, strict=False):
+                snapshot.add_(owed)
             what = f"the average of round {self._round}"
             self._under_way = self._background.start(what, [*self._snapshot, *self._correction], self._average)
 
+    def before_round(self) -> None:
+        if self._is_running and self._interval_rounds is None and self._channel.world_size > 1:
+            self._loop.boundary(self._weights.read, self._weights.add)
+
     def settle(self) -> None:
+        self._take_back()
+        if self._owed:
+            self._weights.add(self._owed)
+            self._owed = []
+        self._loop.correct(self._weights.add)
+
+    def _take_back(self) -> None:
+        """Wait for the average under way: from now on its correction is owed to the weights."""
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
             under_way.take_back()
-            self._weights.add(self._correction)
-        self._loop.correct(self._weights.add)
+            if self._owed:  # of an earlier round, whose correction could not be added yet
+                for owed, correction in zip(self._owed, self._correction, strict=True):
+                    owed.add_(correction)
+            else:
+                self._owed = [correction.clone() for correction in self._correction]
 
     def _average(self) -> None:
         mean_minus(self._channel, self._snapshot, self._correction)
+
+    def weights_replaced(self) -> None:
+        self._take_back()
+        self._owed = []
+        self._loop.correct(lambda flats: None)
+
+    def parameters_added(self) -> None:
+        was_running = self._is_running
+        self.abort()
+        self._loop.close()
+        self._use(self._weights.extended())
+        if was_running:
+            self.resume()
 
     def abort(self) -> None:
         """Stop averaging on all ranks until `resume`; between rounds. Idempotent.

@@ -38,6 +38,9 @@ class Replica(Protocol):
         ...
 
     @property
+    def buffer_names(self) -> Sequence[str]: ...
+
+    @property
     def buckets(self) -> Sequence[Bucket]:
         """Where gradients are exchanged: none while the algorithm exchanges something else."""
         ...
@@ -52,6 +55,9 @@ class Replica(Protocol):
         """The channel of this model."""
         ...
 
+    moments_may_differ: bool
+    """Whether optimizers that have not stepped yet may hold moments of replicas that differed."""
+
     @property
     def round(self) -> int:
         """How many rounds are complete: a round is one backward outside `no_sync()`."""
@@ -61,8 +67,8 @@ class Replica(Protocol):
 class AlgorithmImpl:
     """The running state of an algorithm for one model; every hook is a no-op unless overridden.
 
-    The hooks run in the user's thread but for `on_bucket_ready`. Weights may be written in `before_step`,
-    `after_step`, `settle` and `before_forward` only: a second backward would read them.
+    The hooks run in the user's thread but for `on_bucket_ready`. Weights may be written in `before_round`,
+    `before_step`, `after_step`, `after_steps` and `settle` only: a second backward would read them.
     """
 
     exchanges: Exchanges = Exchanges.GRADIENTS
@@ -80,17 +86,20 @@ class AlgorithmImpl:
     def setup(self, replica: Replica) -> None:
         """Called once, before anything else, when the replicas hold equal weights."""
 
+    def before_round(self) -> None:
+        """Called between rounds, before a forward of the model or of a part of it; weights may be written."""
+
     def before_forward(self) -> None:
-        """Called at the first training forward of a round."""
+        """Called once a round: before its first training forward, or, if there is none, when its backward has run.
 
-    def on_bucket_ready(self, bucket: Bucket) -> None:
-        """Called in the communication thread, in bucket order, when `bucket` is full; may block.
-
-        For an algorithm that exchanges gradients it must leave the mean over the ranks in `bucket.tail`.
+        In the latter case nothing may be written, and what the round before owes may not be settled yet.
         """
 
+    def on_bucket_ready(self, bucket: Bucket) -> None:
+        """Called in the communication thread, in bucket order, when `bucket` is full; may block."""
+
     def after_backward(self) -> None:
-        """Called when backward is over and every bucket of the round is home."""
+        """Called when backward is over and every bucket of the round has been exchanged."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called when `optimizer` is about to step; not at all when the step is skipped."""
@@ -98,11 +107,29 @@ class AlgorithmImpl:
     def after_step(self, optimizer: Optimizer) -> None:
         """Called when `optimizer` has stepped; not at all when the step is skipped."""
 
+    def after_steps(self) -> None:
+        """Called when the optimizers have stepped on every parameter that has a gradient; not if one was skipped."""
+
     def settle(self) -> None:
         """Called between rounds: do what still waits for a step, because it was skipped. May communicate.
 
-        That is before a round opens, and before DDP looks at all replicas.
+        That is before a round begins, the state is saved, weights are loaded, or the model is closed.
         """
+
+    def before_collective(self) -> None:
+        """Called between rounds when this rank is about to wait for all others in an operation of the user's.
+
+        The step may be skipped or still to come. Other ranks may be inside an exchange that follows their step.
+        """
+
+    def before_replan(self, buckets: Sequence[Bucket]) -> None:
+        """Called on all ranks before gradients move to other `buckets`: what is kept by element moves along."""
+
+    def parameters_added(self) -> None:
+        """Called on all ranks when parameters that were frozen until now take part from this round on."""
+
+    def weights_replaced(self) -> None:
+        """Called when other weights have been loaded, on every rank: what was derived from the former ones is void."""
 
     def close(self) -> None:
         """Let go of threads and channels; idempotent."""

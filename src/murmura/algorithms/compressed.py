@@ -29,6 +29,13 @@ class _Piece(NamedTuple):
     mean: Tensor
 
 
+class Residual(NamedTuple):
+    """What compression left over of one parameter: on this rank, and in the means, on all ranks alike."""
+
+    own: Tensor
+    mean: Tensor
+
+
 class CompressedMean:
     """Means over `transport` of flat tensors like `like`, one after another.
 
@@ -51,6 +58,9 @@ class CompressedMean:
         self._shares = [1] * size if shares is None else list(shares)
         self._divisor = sum(self._shares) if average else 1
         self._pieces = _cut(transport, like, compressor)
+        bounds = [chunk_bounds(like.numel(), size, rank) for rank in range(size)]
+        zero = torch.zeros(1, dtype=like.dtype, device=like.device)
+        self._chunks = [zero.expand(stop - start) for start, stop in bounds]  # zeros of the length of each rank's chunk
         # What an encoder remembers belongs to one stream of values, so every stream has its own.
         self._encoders = [compressor.for_bucket() for _ in range(size)]
         self._mean_encoder = compressor.for_bucket()
@@ -96,6 +106,29 @@ class CompressedMean:
         for (start, stop), part in zip(piece.bounds, piece.parts, strict=True):
             self._mean_encoder.decompress(part, flat[start:stop])
 
+    def residuals(self, names: Sequence[str], numels: Sequence[int]) -> dict[str, Residual]:
+        """What compression left over, by parameter. Collective: each rank holds that of its chunk's mean."""
+        own = [_or_zeros(encoder.residual, like) for encoder, like in zip(self._encoders, self._chunks, strict=True)]
+        chunk = _or_zeros(self._mean_encoder.residual, self._pieces[0].mean)
+        means = self._transport.all_gather(chunk)
+        assert isinstance(means, list)
+        parts = zip(torch.split(torch.cat(own), list(numels)), torch.split(torch.cat(means), list(numels)), strict=True)
+        return {name: Residual(*part) for name, part in zip(names, parts, strict=True)}
+
+    def set_residuals(self, names: Sequence[str], numels: Sequence[int], residuals: Mapping[str, Residual]) -> None:
+        """Take over what `residuals` returned, perhaps of other tensors; a parameter that is not there has none."""
+        own = torch.cat(self._chunks)
+        mean = torch.zeros_like(own, dtype=self._pieces[0].mean.dtype)
+        parts = zip(names, torch.split(own, list(numels)), torch.split(mean, list(numels)), strict=True)
+        for name, own_part, mean_part in parts:
+            if name in residuals:
+                own_part.copy_(residuals[name].own)
+                mean_part.copy_(residuals[name].mean)
+        lengths = [chunk.numel() for chunk in self._chunks]
+        for encoder, chunk in zip(self._encoders, torch.split(own, lengths), strict=True):
+            encoder.set_residual(chunk)
+        self._mean_encoder.set_residual(torch.split(mean, lengths)[self._transport.rank])
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "encoders": [encoder.state_dict() for encoder in self._encoders],
@@ -114,6 +147,10 @@ class CompressedMean:
         for encoder, each in zip(self._encoders, state["encoders"], strict=True):
             encoder.load_state_dict(each)
         self._mean_encoder.load_state_dict(state["mean_encoder"])
+
+
+def _or_zeros(residual: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if residual is None else residual.to(like.device)
 
 
 def _cut(transport: Transport, like: Tensor, compressor: Compressor) -> list[_Piece]:

@@ -30,9 +30,10 @@ Nothing travels between two segments, so they are long.
 class DecentralizedAlgorithmImpl(AlgorithmImpl):
     """The running state of `DecentralizedAlgorithm` for one model.
 
-    At the first forward of a round that communicates, the weights x_t are copied, and their average A(x_t) is formed
-    in the background while forward and backward run on x_t itself. Before the optimizer steps, x becomes A(x_t); the
-    step then applies the gradient taken at x_t. A buffer b, which the forward itself changes, becomes b + A(b_t) - b_t.
+    At the beginning of a round that communicates, the weights x_t are copied, and their average A(x_t) is formed in
+    the background while forward and backward run on x_t itself. Before the optimizer steps, x becomes A(x_t) where it
+    still equals x_t, and x + A(x_t) - x_t where somebody changed it, as a forward changes buffers; the step then
+    applies the gradient taken at x_t.
     """
 
     exchanges = Exchanges.WEIGHTS
@@ -52,38 +53,61 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         self._hierarchy = Hierarchy(self._channel, hierarchical)
         self._background = Background(f"{self._channel.name}-rank{self._channel.rank}")
         self._under_way: Handover | None = None
+        self._incoming: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def setup(self, replica: Replica) -> None:
         self._replica = replica
         self._weights = FlatWeights(replica)
-        self._flats = self._weights.allocate(self._channel)
+        self._flats = self._weights.allocate(self._channel)  # x_t, and then A(x_t)
+        self._before = [torch.empty_like(flat) for flat in self._flats]  # x_t
 
     def before_forward(self) -> None:
         number, remainder = divmod(self._replica.round, self._interval)
         if remainder == 0 and self._channel.world_size > 1:
-            self._weights.read(self._flats)
-            self._buffers = [part.clone() for part in self._buffer_parts()]
+            if self._under_way is None:
+                self._weights.read(self._before)
+                for flat, before in zip(self._flats, self._before, strict=True):
+                    flat.copy_(before)
+            else:
+                self._average_further()
             self._under_way = self._background.start(
                 f"the average of round {self._replica.round}", self._flats, lambda: self._average(number)
             )
 
+    def _average_further(self) -> None:
+        """The average of an earlier round could not be written yet: the next one starts from what it would make."""
+        assert self._under_way is not None
+        self._under_way.take_back()
+        now = [torch.empty_like(before) for before in self._before]
+        self._weights.read(now)
+        for each, flat, before in zip(now, self._flats, self._before, strict=True):
+            flat.copy_(averaged(each, flat, before))
+        self._before = now
+
     def before_step(self, optimizer: Optimizer) -> None:
         self.settle()
 
+    @torch.no_grad()
     def settle(self) -> None:
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
             under_way.take_back()
-            for part, before in zip(self._buffer_parts(), self._buffers, strict=True):
-                part.sub_(before)
-            self._weights.renew(self._flats)
+            averages, befores = self._weights.pairs(self._flats), self._weights.pairs(self._before)
+            for (average, weight), (before, _) in zip(averages, befores, strict=True):
+                weight.copy_(averaged(weight, average, before))
+
+    def weights_replaced(self) -> None:
+        if self._under_way is not None:
+            under_way, self._under_way = self._under_way, None
+            under_way.take_back()
+
+    def parameters_added(self) -> None:
+        self.settle()
+        self.setup(self._replica)
 
     def close(self) -> None:
         self._channel.close()
         self._background.close()
-
-    def _buffer_parts(self) -> list[Tensor]:
-        return [flat[count:] for flat, count in zip(self._flats, self._weights.num_parameter_elements, strict=True)]
 
     def _average(self, number: int) -> None:
         for flat in self._flats:
@@ -103,7 +127,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         if peer == leaders.rank:
             return
         own_share, peer_share = shares[leaders.rank], shares[peer]
-        incoming = leaders.allocate(min(flat.numel(), SEGMENT_BYTES // flat.element_size()), flat.dtype, flat.device)
+        incoming = self._incoming_for(flat, leaders)
         for segment in torch.split(flat, max(1, incoming.numel())):
             theirs = incoming[: segment.numel()]
             leaders.exchange([(segment, peer)], [(theirs, peer)])
@@ -111,6 +135,20 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
                 segment.add_(theirs).div_(2)
             else:
                 segment.mul_(own_share).add_(theirs.mul_(peer_share)).div_(own_share + peer_share)
+
+    def _incoming_for(self, flat: Tensor, leaders: Transport) -> Tensor:
+        kind = (flat.dtype, flat.device)
+        length = min(flat.numel(), SEGMENT_BYTES // flat.element_size())
+        if kind not in self._incoming or self._incoming[kind].numel() < length:
+            self._incoming[kind] = leaders.allocate(length, flat.dtype, flat.device)
+        return self._incoming[kind]
+
+
+def averaged(x: Tensor, average: Tensor, before: Tensor) -> Tensor:
+    """What x becomes: `average`, taken of `before`, and what changed x since then is kept."""
+    if not x.is_cuda and torch.equal(x, before):  # the common case in one pass; a GPU would make the host wait
+        return average
+    return torch.where(x == before, average, x + average - before)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from murmura.algorithms.after_step import AfterStepImpl
-from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
+from murmura.algorithms.base import Algorithm, AlgorithmImpl
 from murmura.algorithms.checks import at_least_one, instances_of
-from murmura.algorithms.compressed import CompressedMean
-from murmura.algorithms.weights import as_real, check_same_lengths
+from murmura.algorithms.compressed import CompressedMean, Residual
+from murmura.algorithms.weights import FlatWeights, as_real
 from murmura.compressors import Compressor
 from murmura.errors import ConfigError
 from murmura.types import ReduceOp
@@ -45,10 +45,9 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         self._momentum = outer_momentum
         self._compressor = compressor
 
-    def setup(self, replica: Replica) -> None:
-        super().setup(replica)
-        self._flats = self._weights.allocate(self.process_group)
-        counts = self._weights.num_parameter_elements
+    def use(self, weights: FlatWeights) -> None:
+        self._flats = weights.allocate(self.process_group)
+        counts = weights.num_parameter_elements
         self._theta = [flat[:count].clone() for flat, count in zip(self._flats, counts, strict=True)]
         self._velocity = [torch.zeros_like(each) for each in self._theta]
         self._means: list[CompressedMean] = []
@@ -81,19 +80,52 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
             if buffers.numel():
                 self.process_group.all_reduce(buffers, ReduceOp.MEAN)
 
+    def parameters_added(self) -> None:
+        residuals = self._residuals()
+        super().parameters_added()
+        for mean, layout in zip(self._means, self._layouts(), strict=True):
+            mean.set_residuals(*layout, residuals)
+
+    def _residuals(self) -> dict[str, Residual]:
+        return {
+            name: residual
+            for mean, layout in zip(self._means, self._layouts(), strict=True)
+            for name, residual in mean.residuals(*layout).items()
+        }
+
+    def _layouts(self) -> list[tuple[list[str], list[int]]]:
+        """The parameters that each compressed mean is of, and how many real numbers each has."""
+        parts = self._weights.by_name(self._flats)
+        names_of = self._weights.parameters_of if self._means else []
+        return [(names, [as_real(parts[name]).numel() for name in names]) for names in names_of]
+
     def state_dict(self) -> dict[str, Any]:
         return {
-            "theta": [each.clone() for each in self._theta],
-            "velocity": [each.clone() for each in self._velocity],
+            "theta": self._by_name(self._theta),
+            "velocity": self._by_name(self._velocity),
             "compressed": [mean.state_dict() for mean in self._means],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_same_lengths(state["theta"], self._theta)
-        for own, saved in zip([*self._theta, *self._velocity], [*state["theta"], *state["velocity"]], strict=True):
-            own.copy_(saved)
-        for mean, saved in zip(self._means, state["compressed"], strict=True):
-            mean.load_state_dict(saved)
+        for own, saved in ((self._theta, state["theta"]), (self._velocity, state["velocity"])):
+            flats = self._as_flats(own)
+            self._weights.load_by_name(flats, saved)
+            for each, flat in zip(own, flats, strict=True):
+                each.copy_(flat[: each.numel()])
+        if len(state["compressed"]) == len(self._means):
+            for mean, saved in zip(self._means, state["compressed"], strict=True):
+                mean.load_state_dict(saved)
+
+    def _by_name(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        named = self._weights.by_name(self._as_flats(values))
+        return {name: named[name] for names in self._weights.parameters_of for name in names}
+
+    def _as_flats(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """`values`, which are of the parameters, at their place in flats that end with the buffers."""
+        flats = [torch.zeros_like(flat) for flat in self._flats]
+        for flat, each in zip(flats, values, strict=True):
+            flat[: each.numel()] = each
+        return flats
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
 from murmura.algorithms.checks import instances_of
-from murmura.algorithms.compressed import CompressedMean
+from murmura.algorithms.compressed import CompressedMean, Residual
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.weights import as_real
 from murmura.buckets import Bucket
@@ -40,7 +40,7 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         self.averages = average
         self._hierarchy = Hierarchy(process_group, hierarchical)
         self._compressor = compressor
-        self._means: dict[int, tuple[Bucket, CompressedMean]] = {}  # by index of the bucket
+        self._means: dict[int, CompressedMean] = {}  # by index of the bucket
         self._restored: dict[int, Mapping[str, Any]] = {}  # states whose bucket has not come yet
         self._rounds_since_step = 0
 
@@ -63,12 +63,14 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         hierarchy.reduce_inside(bucket.flat, op)
         if self._compressor is None:
             hierarchy.reduce_between(bucket.flat, op)
-        elif hierarchy.leaders is not None and hierarchy.leaders.world_size > 1:
-            self._compressed_mean(bucket)(as_real(bucket.gradients))
-            hierarchy.reduce_between(bucket.tail, op)
+        elif self._exchanges_compressed:
+            self._compressed_mean(bucket)(as_real(bucket.flat))
         hierarchy.spread(bucket.flat)
-        if not self.averages:
-            bucket.tail.div_(self.process_group.world_size)
+
+    @property
+    def _exchanges_compressed(self) -> bool:
+        leaders = self._hierarchy.leaders
+        return self._compressor is not None and leaders is not None and leaders.world_size > 1
 
     def after_backward(self) -> None:
         self._rounds_since_step += 1
@@ -76,35 +78,49 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     def before_step(self, optimizer: Optimizer) -> None:
         self._rounds_since_step = 0
 
+    def before_replan(self, buckets: Sequence[Bucket]) -> None:
+        if not self._exchanges_compressed or not self._keeps_residuals:
+            self._means = {}
+            return
+        residuals: dict[str, Residual] = {}
+        for bucket in self._replica.buckets:
+            residuals |= self._compressed_mean(bucket).residuals(bucket.names, _real_numels(bucket))
+        self._means = {}
+        for bucket in buckets:
+            self._compressed_mean(bucket).set_residuals(bucket.names, _real_numels(bucket), residuals)
+
+    @property
+    def _keeps_residuals(self) -> bool:
+        return self._compressor is not None and self._compressor.for_bucket() is not self._compressor
+
     def _compressed_mean(self, bucket: Bucket) -> CompressedMean:
-        known = self._means.get(bucket.index)
-        if known is not None and known[0] is bucket:
-            return known[1]
-        hierarchy = self._hierarchy
-        assert hierarchy.leaders is not None
-        assert self._compressor is not None
-        mean = CompressedMean(
-            hierarchy.leaders,
-            as_real(bucket.gradients),
-            self._compressor,
-            shares=hierarchy.shares if self.averages else None,
-            average=self.averages,
-        )
-        if bucket.index in self._restored:
-            mean.load_state_dict(self._restored.pop(bucket.index))
-        current = {id(each) for each in self._replica.buckets}  # those of an older plan are let go
-        self._means = {index: each for index, each in self._means.items() if id(each[0]) in current}
-        self._means[bucket.index] = bucket, mean
-        return mean
+        if bucket.index not in self._means:
+            hierarchy = self._hierarchy
+            assert hierarchy.leaders is not None
+            assert self._compressor is not None
+            mean = self._means[bucket.index] = CompressedMean(
+                hierarchy.leaders,
+                as_real(bucket.flat),
+                self._compressor,
+                shares=hierarchy.shares if self.averages else None,
+                average=self.averages,
+            )
+            if bucket.index in self._restored:
+                mean.load_state_dict(self._restored.pop(bucket.index))
+        return self._means[bucket.index]
 
     def state_dict(self) -> dict[str, Any]:
-        means = {index: mean.state_dict() for index, (_, mean) in self._means.items()}
+        means = {index: mean.state_dict() for index, mean in self._means.items()}
         return {"rounds_since_step": self._rounds_since_step, "compressed": {**means, **self._restored}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._rounds_since_step = state["rounds_since_step"]
         self._means = {}
         self._restored = dict(state["compressed"])
+
+
+def _real_numels(bucket: Bucket) -> list[int]:
+    return [numel * (2 if bucket.flat.is_complex() else 1) for numel in bucket.numels]
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from murmura.algorithms.after_step import AfterStepImpl
-from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
+from murmura.algorithms.base import Algorithm, AlgorithmImpl
 from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.weights import FlatWeights
 from murmura.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -22,9 +23,8 @@ class LocalSGDAlgorithmImpl(AfterStepImpl):
         at_least_one(interval=interval)
         self._interval = interval
 
-    def setup(self, replica: Replica) -> None:
-        super().setup(replica)
-        self._flats = self._weights.allocate(self.process_group)
+    def use(self, weights: FlatWeights) -> None:
+        self._flats = weights.allocate(self.process_group)
 
     def is_due(self, number: int) -> bool:
         return (number + 1) % self._interval == 0

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from murmura.algorithms.after_step import AfterStepImpl
-from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
+from murmura.algorithms.base import Algorithm, AlgorithmImpl
 from murmura.algorithms.checks import at_least_one, instances_of
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.peers import ring_neighbours
 from murmura.algorithms.pieces import Sideline, cut
-from murmura.algorithms.weights import as_real, check_same_lengths
+from murmura.algorithms.weights import FlatWeights, as_real
 from murmura.compressors import Compressor, ErrorFeedback, MinMaxUInt8
 from murmura.errors import ConfigError
 from murmura.types import ReduceOp
@@ -70,22 +70,20 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
                 "DecentralizedAlgorithm, which weighs hosts."
             )
 
-    def setup(self, replica: Replica) -> None:
-        super().setup(replica)
-        self._flats = self._weights.allocate(self.process_group)
+    def use(self, weights: FlatWeights) -> None:
+        self._flats = weights.allocate(self.process_group)
         leaders = self._hierarchy.leaders
         self._w: list[Tensor] = []
         self._left: list[Tensor] = []
         self._right: list[Tensor] = []
         if leaders is None or leaders.world_size == 1:
             return
-        reals = [as_real(flat) for flat in self._flats]
-        self._w = [flat.clone() for flat in reals]
-        self._left = [flat.clone() for flat in reals]
+        self._w = [flat.clone() for flat in self._flats]
+        self._left = [flat.clone() for flat in self._flats]
         # In a world of two both neighbours are one rank.
-        self._right = self._left if leaders.world_size == 2 else [flat.clone() for flat in reals]
-        replicas = zip(reals, self._w, self._left, self._right, strict=True)
-        self._pieces = [self._cut(leaders, *each) for each in replicas]
+        self._right = self._left if leaders.world_size == 2 else [flat.clone() for flat in self._flats]
+        replicas = zip(self._flats, self._w, self._left, self._right, strict=True)
+        self._pieces = [self._cut(leaders, *map(as_real, each)) for each in replicas]
 
     def is_due(self, number: int) -> bool:
         return number % self._interval == 0
@@ -151,9 +149,9 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
         leaders = self._hierarchy.leaders
         return {
             "ring": None if leaders is None else (leaders.rank, leaders.world_size),
-            "w": [each.clone() for each in self._w],
-            "left": [each.clone() for each in self._left],
-            "right": [each.clone() for each in self._right],
+            "w": self._weights.by_name(self._w) if self._w else {},
+            "left": self._weights.by_name(self._left) if self._w else {},
+            "right": self._weights.by_name(self._right) if self._w else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -166,10 +164,9 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
                 "replicas of two neighbours it holds are of other ranks now. Go on with the same ranks in the same "
                 "places, or start the algorithm anew from averaged weights (ddp.average_parameters())."
             )
-        for own, saved in ((self._w, state["w"]), (self._left, state["left"]), (self._right, state["right"])):
-            check_same_lengths(saved, own)
-            for each, value in zip(own, saved, strict=True):
-                each.copy_(value)
+        if self._w:
+            for own, saved in ((self._w, state["w"]), (self._left, state["left"]), (self._right, state["right"])):
+                self._weights.load_by_name(own, saved)
 
 
 @dataclass(frozen=True)

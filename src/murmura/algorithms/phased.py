@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
 from murmura.algorithms.checks import at_least_one, instances_of
-from murmura.algorithms.succession import succeed
+from murmura.algorithms.switching import replace_algorithm
 from murmura.buckets import Bucket
 from murmura.types import Exchanges
 
@@ -45,14 +45,14 @@ class PhasedImpl(AlgorithmImpl):
         self._replica = replica
         self.running.setup(replica)
 
-    def before_forward(self) -> None:
+    def before_round(self) -> None:
         if self._then is not None and self._replica.round >= self._until_round:
-            self._go_on(succeed(self.running, self._then, self._replica))
-        self.running.before_forward()
+            self.running, self._then = replace_algorithm(self.running, self._then, self._replica), None
+            self.running.setup(self._replica)
+        self.running.before_round()
 
-    def _go_on(self, successor: AlgorithmImpl) -> None:
-        self.running, self._then = successor, None
-        self.running.setup(self._replica)
+    def before_forward(self) -> None:
+        self.running.before_forward()
 
     def on_bucket_ready(self, bucket: Bucket) -> None:
         self.running.on_bucket_ready(bucket)
@@ -66,8 +66,23 @@ class PhasedImpl(AlgorithmImpl):
     def after_step(self, optimizer: Optimizer) -> None:
         self.running.after_step(optimizer)
 
+    def after_steps(self) -> None:
+        self.running.after_steps()
+
     def settle(self) -> None:
         self.running.settle()
+
+    def before_collective(self) -> None:
+        self.running.before_collective()
+
+    def before_replan(self, buckets: Sequence[Bucket]) -> None:
+        self.running.before_replan(buckets)
+
+    def parameters_added(self) -> None:
+        self.running.parameters_added()
+
+    def weights_replaced(self) -> None:
+        self.running.weights_replaced()
 
     def close(self) -> None:
         self.running.close()

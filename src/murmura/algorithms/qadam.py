@@ -28,9 +28,9 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     """The running state of `QAdamAlgorithm` for one model.
 
     In the warm-up gradients are averaged during backward. After it they stay local: before the optimizer steps, each
-    rank takes its gradient into its first moment m, and m becomes Q(mean Q(m)), the same bits on all ranks. A tail of
-    flags travels before, raw: which parameters any rank used, and whether a GradScaler found an infinity; then all
-    ranks skip the step together.
+    rank takes its gradient into its first moment m, and m becomes Q(mean Q(m)), the same bits on all ranks. Flags are
+    exchanged before: which parameters any rank used, and whether a GradScaler found an infinity or a rank skips its
+    step; then all ranks skip the step together.
     """
 
     works_alone = False
@@ -42,6 +42,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._hierarchy = Hierarchy(process_group, hierarchical)
         self._optimizer = optimizer
         self._was_warm = False  # as long as the optimizer is not known
+        self._owes_flags = False  # a round has ended after the warm-up, and its step has not come
+        self._skips = False  # the step under way is one that another rank skips
         self._flats: list[Tensor] = []
         self._means: list[CompressedMean] = []
 
@@ -60,6 +62,24 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def on_bucket_ready(self, bucket: Bucket) -> None:
         self._hierarchy.reduce(bucket.flat, ReduceOp.MEAN)
+
+    def after_backward(self) -> None:
+        self._owes_flags = self.exchanges is Exchanges.MOMENTA and self.process_group.world_size > 1
+
+    def settle(self) -> None:
+        if self._owes_flags:
+            self._owes_flags = False
+            self._exchange_flags(self._trainable(), stepping=False)
+
+    def before_collective(self) -> None:
+        if self._owes_flags:
+            any_stepping, _ = self._exchange_flags(self._trainable(), stepping=False)
+            self._owes_flags = not any_stepping
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if self._skips:
+            self._skips = False
+            del optimizer.found_inf  # type: ignore[attr-defined]
 
     def before_step(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, QAdamOptimizer):
@@ -80,9 +100,11 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     @torch.no_grad()
     def _average_moments(self, optimizer: QAdamOptimizer) -> None:
-        parameters = [each for each in self._replica.parameters if each.requires_grad]
-        found_infinity = self._settle_flags(optimizer, parameters)
-        if found_infinity:
+        parameters = self._trainable()
+        self._owes_flags = False
+        _, any_skips = self._exchange_flags(parameters, stepping=True, found_infinity=optimizer.found_infinity())
+        if any_skips:
+            self._skips = not hasattr(optimizer, "found_inf")
             optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]  # GradScaler's own way to say it
             return
         optimizer.fold_gradients()
@@ -100,16 +122,25 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             if id(moment) in used:
                 moment.copy_(part)
 
-    def _settle_flags(self, optimizer: QAdamOptimizer, parameters: list[nn.Parameter]) -> bool:
-        """Give parameters that other ranks used a gradient of zeros; return whether any rank found an infinity."""
+    def _trainable(self) -> list[nn.Parameter]:
+        return [each for each in self._replica.parameters if each.requires_grad]
+
+    def _exchange_flags(
+        self, parameters: list[nn.Parameter], *, stepping: bool, found_infinity: bool = False
+    ) -> tuple[bool, bool]:
+        """Whether any rank steps, and whether any skips its step.
+
+        If all step, parameters that other ranks used get a gradient of zeros.
+        """
         used = [parameter.grad is not None for parameter in parameters]
-        flags = torch.tensor([*used, optimizer.found_infinity()], dtype=torch.float32)
+        flags = torch.tensor([*used, stepping, found_infinity or not stepping], dtype=torch.float32)
         self.process_group.all_reduce(flags, ReduceOp.MAX)
-        *used_anywhere, found_infinity = flags.tolist()
-        for parameter, is_used in zip(parameters, used_anywhere, strict=True):
-            if is_used and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return bool(found_infinity)
+        *used_anywhere, any_stepping, any_skips = flags.tolist()
+        if not any_skips:
+            for parameter, is_used in zip(parameters, used_anywhere, strict=True):
+                if is_used and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        return bool(any_stepping), bool(any_skips)
 
     def _prepare(self, moments: FlatTensors) -> None:
         """Flats for the moments, and what averages them between hosts; anew if other parameters are trainable."""

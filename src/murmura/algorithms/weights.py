@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from murmura.algorithms.base import Replica
 from murmura.errors import ConfigError
@@ -85,10 +85,20 @@ class FlatWeights(FlatTensors):
     replica's own tensors stay where they are.
     """
 
-    def __init__(self, replica: Replica, *, with_frozen: bool = False) -> None:
+    def __init__(self, replica: Replica, *, with_frozen: bool = False, also: Sequence[str] = ()) -> None:
         self._replica = replica
-        self._parameters: list[Tensor] = [p for p in replica.parameters if p.requires_grad or with_frozen]
+        chosen = {
+            name: parameter
+            for name, parameter in zip(replica.names, replica.parameters, strict=True)
+            if parameter.requires_grad or with_frozen or name in also
+        }
+        self._names = list(chosen)
+        self._parameters: list[Tensor] = list(chosen.values())
         super().__init__(self._tensors())
+
+    def extended(self) -> FlatWeights:
+        """The same with the parameters that have become trainable since."""
+        return FlatWeights(self._replica, also=self._names)
 
     @property
     def num_parameter_elements(self) -> list[int]:
@@ -96,14 +106,41 @@ class FlatWeights(FlatTensors):
         count = len(self._parameters)
         return [sum(self._parameters[each].numel() for each in kind.members if each < count) for kind in self._kinds]
 
-    @torch.no_grad()
-    def renew(self, flats: Sequence[Tensor]) -> None:
-        """Overwrite the parameters with `flats`, but add to the buffers what stands there for them, in place."""
-        for part, weight in self.pairs(flats):
-            if isinstance(weight, nn.Parameter):
-                weight.copy_(part)
-            else:
-                weight.add_(part)
+    @property
+    def parameters_of(self) -> list[list[str]]:
+        """The names of the parameters in each flat, in their order there."""
+        count = len(self._parameters)
+        return [[self._names[each] for each in kind.members if each < count] for kind in self._kinds]
+
+    def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """A copy of each parameter's and buffer's part of `flats`."""
+        return {name: part.clone() for name, part in self._parts(flats).items()}
+
+    def load_by_name(self, flats: Sequence[Tensor], saved: Mapping[str, Tensor]) -> None:
+        """Overwrite the parts of `flats` that `saved` names; the others stay as they are."""
+        parts = self._parts(flats)
+        known = {*self._replica.names, *self._replica.buffer_names}
+        for name, value in saved.items():
+            if name not in known or (name in parts and parts[name].numel() != value.numel()):
+                raise ConfigError(
+                    f"this state holds {value.numel()} elements of {name!r}, which the model here does not have: it "
+                    "was saved for another model."
+                )
+            if name in parts:
+                parts[name].copy_(value)
+
+    def _parts(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        buffers = [
+            name
+            for name, each in zip(self._replica.buffer_names, self._replica.buffers, strict=False)
+            if _has_mean(each)
+        ]
+        names, tensors = [*self._names, *buffers], self._tensors()
+        parts: dict[str, Tensor] = {}
+        for flat, kind in zip(flats, self._kinds, strict=True):
+            cut = torch.split(flat, [tensors[each].numel() for each in kind.members])
+            parts |= {names[each]: part for each, part in zip(kind.members, cut, strict=True)}
+        return parts
 
     def _tensors(self) -> list[Tensor]:
         # A module may put another tensor in the place of a buffer, so these are looked up each time.
@@ -117,12 +154,3 @@ def as_real(flat: Tensor) -> Tensor:
 
 def _has_mean(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def check_same_lengths(saved: Sequence[Tensor], own: Sequence[Tensor]) -> None:
-    """Refuse to load flats of another model."""
-    if [each.numel() for each in saved] != [each.numel() for each in own]:
-        raise ConfigError(
-            f"this state holds flats of {[each.numel() for each in saved]} elements, and the model here makes "
-            f"{[each.numel() for each in own]}: it was saved for another model, or with other parameters trainable."
-        )

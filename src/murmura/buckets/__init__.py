@@ -1,6 +1,6 @@
 """Parameters that travel together: the plan, a pure function, and the memory it becomes."""
 
-from murmura.buckets.bucket import Bucket, Tail
+from murmura.buckets.bucket import Bucket
 from murmura.buckets.plan import FIRST_BUCKET_BYTES, ParameterSpec, bucket_limit, plan_buckets
 
-__all__ = ["FIRST_BUCKET_BYTES", "Bucket", "ParameterSpec", "Tail", "bucket_limit", "plan_buckets"]
+__all__ = ["FIRST_BUCKET_BYTES", "Bucket", "ParameterSpec", "bucket_limit", "plan_buckets"]

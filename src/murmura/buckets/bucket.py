@@ -1,24 +1,15 @@
-"""The memory of a bucket: the gradients of its parameters side by side, and a tail that settles differences."""
+"""The memory of a bucket: the gradients of its parameters side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 
-class Tail(NamedTuple):
-    """What travels behind the gradients, as the mean over the ranks."""
-
-    used: list[float]  # share of the ranks on which each parameter got a gradient
-    weight: float  # mean of the ranks' data weights
-    fingerprint: float
-
-
 class Bucket:
-    """Gradients that travel together. `flat` is the whole: `gradients`, then `tail`.
+    """Gradients that are exchanged together, in `flat`.
 
     `views[i]` is where the gradient of `parameters[i]` lies, with the parameter's own strides.
     """
@@ -33,24 +24,13 @@ class Bucket:
         self.index = index
         self.names = list(names)
         self.parameters = list(parameters)
-        self.numel = sum(parameter.numel() for parameter in parameters)
-        self.flat = allocate(self.numel + len(parameters) + 2, parameters[0].dtype, parameters[0].device)
-        self.gradients = self.flat[: self.numel]
-        self.tail = self.flat[self.numel :]
-        self.views: list[Tensor] = []
-        start = 0
-        for parameter in parameters:
-            self.views.append(_view_like(self.flat[start : start + parameter.numel()], parameter))
-            start += parameter.numel()
+        self.numels = [parameter.numel() for parameter in parameters]
+        self.flat = allocate(sum(self.numels), parameters[0].dtype, parameters[0].device)
+        self.views = self.views_of(self.flat)
 
-    def write_tail(self, used: Sequence[bool], weight: float, fingerprint: float) -> None:
-        """Say what this rank brings; the algorithm's mean of `flat` carries it to the others."""
-        self.tail.copy_(torch.tensor([*map(float, used), weight, fingerprint], dtype=torch.float64))
-
-    def read_tail(self) -> Tail:
-        """What all ranks brought; waits for the device."""
-        *used, weight, fingerprint = (self.tail.real if self.tail.is_complex() else self.tail).tolist()
-        return Tail(used, weight, fingerprint)
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """`flat`, a tensor as long as the bucket's own, cut by parameter, with the parameters' shapes and strides."""
+        return [_view_like(*each) for each in zip(torch.split(flat, self.numels), self.parameters, strict=True)]
 
     def __repr__(self) -> str:
         return (

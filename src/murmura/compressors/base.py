@@ -51,6 +51,14 @@ class Compressor(ABC):
         """The compressor of one bucket of one model; one that carries state returns a fresh object."""
         return self
 
+    @property
+    def residual(self) -> Tensor | None:
+        """What is left over for each element of the last tensor; None if nothing is kept."""
+        return None
+
+    def set_residual(self, residual: Tensor | None) -> None:  # noqa: B027  # most keep none
+        """Take `residual` over, where elements have moved to other tensors."""
+
     def state_dict(self) -> dict[str, Any]:
         """What must travel in a checkpoint for a run to continue bit for bit."""
         return {}

@@ -51,13 +51,19 @@ class ErrorFeedback(Compressor):
     def for_bucket(self) -> Self:
         return type(self)(self.inner.for_bucket())
 
+    @property
+    def residual(self) -> Tensor | None:
+        return self._residual
+
+    def set_residual(self, residual: Tensor | None) -> None:
+        self._residual = None if residual is None else residual.clone()
+
     def state_dict(self) -> dict[str, Any]:
         residual = None if self._residual is None else self._residual.clone()
         return {"residual": residual, "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        residual = state["residual"]
-        self._residual = None if residual is None else residual.clone()
+        self.set_residual(state["residual"])
         self.inner.load_state_dict(state["inner"])
 
     def _residual_for(self, tensor: Tensor) -> Tensor:

@@ -10,14 +10,18 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Self, TypeVar
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from murmura.algorithms import Algorithm, AlgorithmImpl, algorithm_named
 from murmura.config import algorithm_from_env
-from murmura.ddp import agreement, consensus, steps
-from murmura.ddp.driver import Driver
+from murmura.ddp import agreement, consensus
 from murmura.ddp.flattening import broadcast_together
 from murmura.ddp.replica import ModelReplica
+from murmura.ddp.round import Event
+from murmura.ddp.round_driver import RoundDriver
+from murmura.ddp.wrapping import check_module, refuse_inside_torch_ddp
 from murmura.errors import ConfigError, UsageError
 from murmura.observe import Observer
 from murmura.transports.base import Transport
@@ -63,29 +67,32 @@ class DDP(nn.Module):
         super().__init__()
         chosen = _as_algorithm(algorithm)
         nonfinite = parse(NonFinite, nonfinite, "nonfinite")
-        _check_module(module)
-        if bucket_size_bytes < 1 or verify_every < 0:
+        _check_numbers(bucket_size_bytes, verify_every)
+        if transport is not None and not isinstance(transport, Transport):
             raise ConfigError(
-                f"bucket_size_bytes={bucket_size_bytes} must be at least 1, and verify_every={verify_every} at least 0."
+                f"transport={transport!r} is no Transport. Pass what connect() or run_world() gives, or None."
             )
+        check_module(module, DDP)
         self.module = module
-        self._owns_transport = transport is None
         self._transport = connect() if transport is None else transport
         try:
-            self._replica = ModelReplica(module, self._transport.channel("ddp"), ignore, broadcast_buffers)
+            channel = self._transport.channel("ddp").without_listeners()
+            self._replica = ModelReplica(module, channel, ignore, broadcast_buffers)
             agreement.check_same_model(self._replica.transport, self._replica.describe())
             self._take_over(0)
-            self._driver = Driver(
+            self._driver = RoundDriver(
                 module,
                 self._replica,
                 chosen,
+                world=self._transport,
+                owns_world=transport is None,
                 bucket_bytes=bucket_size_bytes,
                 broadcasts_buffers=broadcast_buffers,
                 verify_every=verify_every,
                 nonfinite=nonfinite,
             )
         except BaseException:
-            if self._owns_transport:
+            if transport is None:
                 self._transport.close()
             raise
 
@@ -113,6 +120,9 @@ class DDP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the wrapped module returns."""
+        refuse_inside_torch_ddp()
+        if self._driver.closed and self.module.training and torch.is_grad_enabled():
+            self._driver.round.check(Event.FORWARD)
         return self.module(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +136,6 @@ class DDP(nn.Module):
                 "load_state_dict(assign=True) would replace the parameters that DDP keeps together. "
                 "Leave assign out, or load into the module before wrapping it."
             )
-        self._driver.settle()  # what is under way belongs to the weights that are replaced
         own = self.module.state_dict().keys()
         if not any(name in own for name in state_dict) and all(name.startswith("module.") for name in state_dict):
             state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
@@ -148,8 +157,9 @@ class DDP(nn.Module):
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Take over parameters and buffers of `root`, in place: optimizers built before stay valid. Collective."""
-        self._driver.settle()
+        self._driver.before_load()
         self._take_over(root)
+        self._driver.after_load()
 
     def _take_over(self, root: int) -> None:
         tensors = [*self._replica.parameters, *self._replica.all_buffers]
@@ -164,7 +174,7 @@ class DDP(nn.Module):
 
     def verify_in_sync(self) -> None:
         """Raise ReplicaDivergence, naming the first parameter that differs, unless all ranks agree. Collective."""
-        self._driver.settle()
+        self._driver.before_collective()
         self._driver.verify()
 
     # The algorithm
@@ -177,36 +187,43 @@ class DDP(nn.Module):
         """All that the running algorithm carries on this rank, and the number of rounds.
 
         Every rank calls it, between an optimizer's step and the next forward: what waits for a step that was skipped is
-        done first.
+        done first. Refused while gradients of backwards inside `no_sync` wait for their exchange.
         """
-        self._driver.settle()
+        self._driver.saves()
         return {
             "name": type(self.algorithm).__name__,
             "round": self._replica.round,
-            "plan": self._driver.plan,
+            "plan": self._driver.plan_state(),
             "algorithm": self.algorithm.state_dict(),
         }
 
     def load_algorithm_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `algorithm_state_dict` returned on this rank."""
+        """Take over what `algorithm_state_dict` returned on this rank; load the weights before."""
         if state["name"] != type(self.algorithm).__name__:
             raise ConfigError(
                 f"this state was saved by {state['name']}, and {type(self.algorithm).__name__} is running. Wrap the "
                 "model with the algorithm that was saved, or leave its state out."
             )
         self._driver.settle()
-        self._driver.adopt_plan(state["plan"])
+        self._driver.load_plan(state["plan"])
         self._replica.round = state["round"]
         self.algorithm.load_state_dict(state["algorithm"])
 
+    def remember_optimizer(self, optimizer: Optimizer) -> None:
+        """Tell of an optimizer before its first step: a change of algorithm then averages its moments at once.
+
+        Otherwise they are averaged at that step. `Checkpointer` calls it by itself. Collective.
+        """
+        self._driver.remember(optimizer)
+
     def consensus_distance(self) -> float:
         """How far the replicas are apart (root mean square distance to their mean); collective, equal on all ranks."""
-        self._driver.settle()
+        self._driver.before_collective()
         return consensus.consensus_distance(self._replica)
 
     def average_parameters(self) -> AbstractContextManager[None]:
         """Inside it the module holds the mean of all replicas; afterwards each has its own weights back. Collective."""
-        self._driver.settle()
+        self._driver.before_collective()
         return consensus.average_parameters(self._replica)
 
     def observe(self, observer: Observer | None) -> None:
@@ -216,10 +233,11 @@ class DDP(nn.Module):
     # Life
 
     def close(self) -> None:
-        """Remove the hooks and end the communication; idempotent. Gradients stay usable."""
+        """Do what a skipped step still owes, remove the hooks and end the communication; idempotent.
+
+        Gradients stay usable. Training through the wrapper is refused from then on.
+        """
         self._driver.close()
-        if self._owns_transport:
-            self._transport.close()
 
     def into_inner(self) -> nn.Module:
         """Close the wrapper and return the module, free of its hooks."""
@@ -249,9 +267,7 @@ def _as_algorithm(algorithm: Algorithm | str | None) -> Algorithm:
     return algorithm
 
 
-def _check_module(module: nn.Module) -> None:
-    if isinstance(module, DDP) or any(steps.is_listened_to(parameter) for parameter in module.parameters()):
-        raise UsageError(
-            "this module, or a part of it, is already wrapped by a DDP. Use that one, or take it apart first with "
-            "ddp.into_inner()."
-        )
+def _check_numbers(bucket_size_bytes: Any, verify_every: Any) -> None:
+    for name, value, least in (("bucket_size_bytes", bucket_size_bytes, 1), ("verify_every", verify_every, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name}={value!r} must be a whole number, at least {least}.")

@@ -1,4 +1,4 @@
-"""The hooks that DDP sits on: on the inner module, on its outputs, and on its parameters.
+"""The hooks that DDP sits on: on the inner module and its parts, on its outputs, and on its parameters.
 
 They hold the wrapper weakly and know their module, so that a deep copy of the module, or one whose wrapper is gone,
 runs as if there were none.
@@ -18,17 +18,32 @@ from torch._compile import _disable_dynamo
 class Hooked(Protocol):
     """What the hooks call; all in the thread that runs forward or backward."""
 
-    def before_forward(self) -> None: ...
+    needs_settling: bool
+    """Whether the forward of a part has something to settle: checked at every forward, so it is a plain attribute."""
+
+    def before_forward(self, training: bool) -> None: ...
+
+    def before_part(self) -> None: ...
 
     def output_reached(self) -> None: ...
 
     def gradient_came(self, parameter: nn.Parameter) -> None: ...
 
+    def before_load(self) -> None: ...
+
+    def after_load(self) -> None: ...
+
 
 def hook_module(owner: Hooked, module: nn.Module) -> list[Any]:
-    """Hooks around the forwards of `module`."""
-    before, after = _Before(owner, module), _After(owner, module)
-    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    """Hooks around the forwards of `module` and of its parts, and around the loading of its state."""
+    parts = [part for part in module.modules() if part is not module]
+    return [
+        module.register_forward_pre_hook(_Before(owner, module)),
+        module.register_forward_hook(_After(owner, module)),
+        module.register_load_state_dict_pre_hook(_BeforeLoad(owner, module)),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(_AfterLoad(owner, module)),  # type: ignore[no-untyped-call]
+        *(part.register_forward_pre_hook(_BeforePart(owner, part)) for part in parts),
+    ]
 
 
 class _ModuleHook:
@@ -39,8 +54,10 @@ class _ModuleHook:
         self._module = weakref.ref(module)
 
     def owner_of(self, called: nn.Module) -> Hooked | None:
-        """The wrapper, if `called` is its module and records a graph."""
-        return self._owner() if called is self._module() and torch.is_grad_enabled() else None
+        """The wrapper, if `called` is its module and records a graph that a backward can run through."""
+        if called is not self._module() or not torch.is_grad_enabled() or _in_function_transform():
+            return None
+        return self._owner()
 
     def __reduce__(self) -> Any:
         return _inert, ()
@@ -50,8 +67,17 @@ class _Before(_ModuleHook):
     @_disable_dynamo  # in a compiled module communication stays as it is
     def __call__(self, called: nn.Module, args: Any) -> None:
         owner = self.owner_of(called)
-        if owner is not None and called.training:
-            owner.before_forward()
+        if owner is not None:
+            owner.before_forward(called.training)
+
+
+class _BeforePart(_ModuleHook):
+    def __call__(self, called: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # a call of the root has settled before
+            return
+        owner = self._owner()
+        if owner is not None and owner.needs_settling and self.owner_of(called) is not None:
+            owner.before_part()
 
 
 class _After(_ModuleHook):
@@ -71,12 +97,31 @@ class _After(_ModuleHook):
                 tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
 
+class _BeforeLoad(_ModuleHook):
+    def __call__(self, called: nn.Module, *args: Any) -> None:
+        owner = self._owner()
+        if owner is not None and called is self._module():
+            owner.before_load()
+
+
+class _AfterLoad(_ModuleHook):
+    def __call__(self, called: nn.Module, incompatible_keys: Any) -> None:
+        owner = self._owner()
+        if owner is not None and called is self._module():
+            owner.after_load()
+
+
 def _inert() -> Callable[..., None]:
     return _do_nothing
 
 
 def _do_nothing(*args: Any) -> None:
     """The hook of a copy."""
+
+
+def _in_function_transform() -> bool:
+    """Whether torch.func runs: it returns gradients instead of leaving them in parameters, so there is no round."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def hook_parameter(owner: Hooked, parameter: nn.Parameter) -> Any:
@@ -93,7 +138,7 @@ def hook_parameter(owner: Hooked, parameter: nn.Parameter) -> Any:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` in the thread of the backward under way, when that has finished."""
+    """Run `callback` in the thread of the running backward, when that has finished."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 

@@ -5,11 +5,12 @@ The user's whole loop thus runs on every rank, whatever the algorithm, and nobod
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from murmura.errors import UsageError
 from murmura.transports.base import Transport
@@ -17,12 +18,25 @@ from murmura.transports.base import Transport
 Batch = TypeVar("Batch")
 
 
+class Joined(Protocol):
+    """The model whose batches are joined."""
+
+    @property
+    def channel(self) -> Transport: ...
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def settle(self) -> None: ...
+
+    def gradients_begin(self) -> None: ...
+
+
 class Joining:
     """Counts, for the round under way, the batches that were data and those that were replayed."""
 
-    def __init__(self, transport: Transport, module: nn.Module) -> None:
-        self._transport = transport
-        self._module = module
+    def __init__(self, model: Joined) -> None:
+        self._model: Joined = weakref.proxy(model)  # which owns this object
         self._channel: Transport | None = None
         self._num_batches = 0
         self._num_real = 0
@@ -48,13 +62,14 @@ class Joining:
         """The batches of `loader`, then the last one again until every rank has seen all of its own."""
         if self.active:
             raise UsageError("ddp.join() is already running; finish or break its loop before you start another.")
+        self._model.settle()
         if self._channel is None:
-            self._channel = self._transport.channel("join")
+            self._channel = self._model.channel.channel("join")
         self.active = True
         self.round_ended()
         batches = iter(loader)
         last: list[Batch] = []
-        silenced: list[Any] = []
+        hooks = self._hook_gradients(self._gradient_begins)
         try:
             while True:
                 try:
@@ -62,6 +77,7 @@ class Joining:
                     real = True
                 except StopIteration:
                     real = False
+                self._model.settle()  # other ranks may wait for what a skipped step owes
                 votes = torch.tensor([int(real), int(not last)])
                 self._channel.all_reduce(votes, "sum")
                 num_with_data, num_without_any = votes.tolist()
@@ -74,16 +90,20 @@ class Joining:
                     )
                 if not real and not self.replaying:
                     self.replaying = True
-                    silenced = self._silence()
+                    # Under these a replayed batch moves no weight, not even if it gives NaN.
+                    hooks += self._hook_gradients(torch.zeros_like)
                 self._num_batches += 1
                 self._num_real += real
                 yield last[0]
         finally:
             self.active = self.replaying = False
-            for handle in silenced:
+            for handle in hooks:
                 handle.remove()
 
-    def _silence(self) -> list[Any]:
-        """Hooks under which every gradient is zero: a replayed batch moves no weight, not even if it gives NaN."""
-        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-        return [parameter.register_hook(torch.zeros_like) for parameter in parameters]  # type: ignore[no-untyped-call]
+    def _gradient_begins(self, gradient: Tensor) -> None:
+        self._model.gradients_begin()
+
+    def _hook_gradients(self, hook: Any) -> list[Any]:
+        """Run `hook` on each gradient before it is accumulated."""
+        parameters = [parameter for parameter in self._model.module.parameters() if parameter.requires_grad]
+        return [parameter.register_hook(hook) for parameter in parameters]  # type: ignore[no-untyped-call]

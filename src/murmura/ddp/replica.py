@@ -33,6 +33,7 @@ class ModelReplica:
         self.transport = transport
         self.round = 0
         self.buckets: list[Bucket] = []
+        self.moments_may_differ = False  # of optimizers that are not known yet, since weights were averaged
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self.names = [name for name in parameters if name not in ignore]
         self.parameters = [parameters[name] for name in self.names]
@@ -53,10 +54,12 @@ class ModelReplica:
         """Those that have stepped on the parameters and are alive, in the order of their first steps."""
         return [optimizer for each in self._optimizers if (optimizer := each()) is not None]
 
-    def remember(self, optimizer: Optimizer) -> None:
-        """`optimizer` steps on the parameters."""
-        if not any(each() is optimizer for each in self._optimizers):
-            self._optimizers = [each for each in self._optimizers if each() is not None] + [weakref.ref(optimizer)]
+    def remember(self, optimizer: Optimizer) -> bool:
+        """`optimizer` steps on the parameters; whether that is news."""
+        if any(each() is optimizer for each in self._optimizers):
+            return False
+        self._optimizers = [each for each in self._optimizers if each() is not None] + [weakref.ref(optimizer)]
+        return True
 
     def describe(self) -> list[str]:
         """A line for each parameter and buffer: what all ranks must have alike."""

@@ -79,6 +79,7 @@ class Transport(TransportCore):
 
     def channel(self, name: str) -> Transport:
         """The same ranks with an order of their own, so that what runs on it waits for nothing here."""
+        self.announce()
         channel = self.split(name)
         assert channel is not None  # every rank is a member
         return channel

@@ -16,6 +16,7 @@ from torch import Tensor
 from murmura.errors import ConfigError, TransportClosed, UsageError
 from murmura.observe.recorder import Probe
 from murmura.transports.failures import again
+from murmura.transports.listeners import CollectiveListeners
 from murmura.transports.order import Order, Ticket
 
 
@@ -41,6 +42,7 @@ class TransportCore(ABC):
         self._splits: list[Any] = []  # transports of the backend's own kind
         self._ranks_in_parent: Sequence[int] = range(world_size)  # by rank here, if this was split off
         self._probe: Probe | None = None
+        self._listeners = CollectiveListeners()  # shared with what is split off
 
     @abstractmethod
     def close(self) -> None:
@@ -50,6 +52,31 @@ class TransportCore(ABC):
         """Poison the transport because of `error`, so that peers learn the cause before `close` ends it."""
         if self._failure is None:
             self._failure = error
+
+    @property
+    def failed(self) -> bool:
+        """Whether an operation has failed, so that the transport is of no use any more."""
+        return self._failure is not None
+
+    def before_collectives(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call `listener`, a bound method, before each collective, also on channels; returns what removes it.
+
+        It runs in the thread that calls the collective, and may itself communicate on another channel. The method is
+        held weakly.
+        """
+        return self._listeners.add(listener)
+
+    def announce(self) -> None:
+        """Tell the listeners that a collective is about to begin, unless it is part of another operation."""
+        if self._listeners.members and not self._order.runs_here():
+            self._listeners.notify()
+
+    def without_listeners(self) -> Self:
+        """The same transport, on which operations are no longer announced: for whoever listens, to communicate on."""
+        self._listeners = CollectiveListeners()
+        for split in self._splits:
+            split.without_listeners()
+        return self
 
     def observe(self, probe: Probe | None) -> None:
         """Report operations and waiting to `probe`, here and on what is split off now or later; None ends it."""
@@ -65,6 +92,8 @@ class TransportCore(ABC):
     def _keep(self, split: TransportCore, members: Sequence[int] | None) -> None:
         """`split`, of ranks `members`, has been split off: it is closed and observed together with this transport."""
         self._splits.append(split)
+        if split.world_size == self.world_size:
+            split._listeners = self._listeners
         if members is not None:
             split._ranks_in_parent = members
         if self._probe is not None:
@@ -82,6 +111,8 @@ class TransportCore(ABC):
 
     def _operate(self, name: str, work: Callable[[], Any], async_op: bool, sent: Sequence[Tensor] = ()) -> Any:
         """Run one operation, which is given `sent`, as `_run` does; it is reported unless it is part of another."""
+        if name != "exchange":
+            self.announce()
         probe = self._probe
         if probe is not None and not self._order.runs_here():
             work = probe.operation(name, sent, work, in_background=async_op)

@@ -42,6 +42,11 @@ class TransportDecorator(Transport):
             name=f"{type(self).__name__}({transport.name})",
         )
         self.inner = transport
+        self._listeners = transport._listeners
+
+    def without_listeners(self) -> Self:
+        self.inner.without_listeners()
+        return super().without_listeners()
 
     @abstractmethod
     def _around(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any]) -> Any:

@@ -184,6 +184,8 @@ class SharedMemoryTransport(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
+        if self._listeners.members:
+            self.announce()
         if out is None and not async_op:
             try:
                 prepared = self._prepared.get((tensor.data_ptr(), tensor.shape, tensor.dtype, op))

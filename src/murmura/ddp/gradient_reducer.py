@@ -1,34 +1,36 @@
-"""One round of gradients: they land in their buckets, full buckets leave in order, and come home before backward ends.
+"""The gradients of a round: they are copied into buckets, and full buckets are exchanged while backward goes on.
 
 Gradient hooks only copy and enqueue. Buckets go to the communication thread in index order on every rank, whatever the
-order in which gradients come; `finish` fills what no gradient came for, waits, and settles by the tails which
-parameters count as used.
+order in which gradients come. `finish` fills what got no gradient, exchanges the round's tail, waits for everything,
+and gives parameters that only other ranks used their gradient.
 """
 
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from murmura.buckets import Bucket, Tail
-from murmura.errors import CollectiveMismatch, MurmuraError, UsageError
+from murmura.buckets import Bucket
+from murmura.ddp.tail import Tail
+from murmura.errors import MurmuraError, UsageError
 from murmura.observe.observer import Observer, exchanging
+from murmura.transports.base import Transport
 from murmura.transports.order import Order, Ticket
 
 
-class GradientRounds:
+class GradientReducer:
     """The gradients of one model on one rank; `exchange` is what the algorithm does with a full bucket."""
 
-    def __init__(self, name: str, world_size: int) -> None:
+    def __init__(self, name: str, transport: Transport) -> None:
         self.exchange: Callable[[Bucket], None]
         self.observer: Observer | None = None
-        self.observed: list[nn.Parameter] = []  # in the order their gradients came, of the round under way
+        self.observed: list[nn.Parameter] = []  # in the order their gradients came in the round under way
         self._order = Order(name)
-        self._world_size = world_size
+        self._transport = transport
+        self._before: list[Tensor] | None = None  # gradients of earlier rounds, once asked for
         self.use([])
 
     def use(self, buckets: Sequence[Bucket]) -> None:
@@ -37,7 +39,7 @@ class GradientRounds:
         self._where = {
             id(parameter): (bucket, slot) for bucket in self.buckets for slot, parameter in enumerate(bucket.parameters)
         }
-        self._layout = zlib.crc32(";".join(",".join(bucket.names) for bucket in self.buckets).encode())
+        self._tail = Tail(self.buckets, self._transport) if self.buckets else None
         for bucket in self.buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if parameter.grad is not None:
@@ -50,15 +52,28 @@ class GradientRounds:
         self._ready = [[False] * len(bucket.parameters) for bucket in self.buckets]
         self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
         self._tickets: list[Ticket] = []
+        self._before = None
         self.observed = []
 
     @property
-    def under_way(self) -> bool:
-        """Whether gradients of an unfinished round have come."""
-        return bool(self._tickets) or any(any(ready) for ready in self._ready)
+    def has_sent(self) -> bool:
+        """Whether buckets of the round under way have been sent."""
+        return bool(self._tickets)
 
-    def gradient_came(self, parameter: nn.Parameter, weight: float, number: int) -> None:
-        """A gradient of round `number` is complete: bring it home, and send off what is full."""
+    def keep_earlier_gradients(self) -> None:
+        """Copy the gradients that earlier rounds left, so that only this round's share is weighted by data."""
+        if self._before is not None:
+            return
+        self._before = []
+        if any(each.grad is not None for bucket in self.buckets for each in bucket.parameters):
+            self._before = [torch.zeros_like(bucket.flat) for bucket in self.buckets]
+            for bucket, before in zip(self.buckets, self._before, strict=True):
+                for parameter, view in zip(bucket.parameters, bucket.views_of(before), strict=True):
+                    if parameter.grad is not None:
+                        view.copy_(parameter.grad)
+
+    def add(self, parameter: nn.Parameter, number: int, *, send: bool = True) -> None:
+        """A gradient of round `number` is complete: copy it into its bucket, and `send` the buckets that are full."""
         bucket, slot = self._where[id(parameter)]
         if bucket.index < len(self._tickets):
             raise UsageError(
@@ -66,33 +81,40 @@ class GradientRounds:
                 "exchanged. Does a checkpointed block run twice? Use checkpoint(..., use_reentrant=False); or "
                 "accumulate inside ddp.no_sync() and call ddp.sync_gradients() after the last backward."
             )
-        self._bring_home(bucket, slot)
+        self._copy_in(bucket, slot)
         if not self._ready[bucket.index][slot]:
             self._ready[bucket.index][slot] = True
             self._num_missing[bucket.index] -= 1
             self.observed.append(parameter)
-        while len(self._tickets) < len(self.buckets) and self._num_missing[len(self._tickets)] == 0:
-            self._send_off(self.buckets[len(self._tickets)], weight, number)
+        while send and len(self._tickets) < len(self.buckets) and self._num_missing[len(self._tickets)] == 0:
+            self._send(self.buckets[len(self._tickets)], number)
 
-    def finish(self, weight: float, number: int, *, one_by_one: bool = False, read_tails: bool = True) -> None:
-        """End round `number`: everything that is still here leaves, all comes home, and gradients are assigned."""
+    def finish(self, number: int, weight: float, *, averages: bool, weighs: bool, one_by_one: bool = False) -> None:
+        """End round `number`: send what has not been sent, wait for all of it, and assign the gradients.
+
+        `weight` is this rank's share of data, by which the mean is weighted if `weighs` and the algorithm `averages`.
+        """
+        assert self._tail is not None
         for bucket in self.buckets[len(self._tickets) :]:
             for slot, parameter in enumerate(bucket.parameters):
                 if self._ready[bucket.index][slot]:
                     continue
                 # A gradient from before counts even if the last micro-batch did not use the parameter, or it is frozen.
                 if parameter.grad is not None:
-                    self._bring_home(bucket, slot)
+                    self._copy_in(bucket, slot)
                     self._ready[bucket.index][slot] = True
                 else:
                     bucket.views[slot].zero_()
-            self._send_off(bucket, weight, number)
+            self._send(bucket, number)
             if one_by_one:
                 self._tickets[-1].wait()
+        tail = self._tail
+        tail.write([used for ready in self._ready for used in ready], weight, number)
+        self._tickets.append(self._submit(f"the tail of round {number}", tail.exchange, self.buckets[-1].flat))
         for ticket in self._tickets:
             ticket.wait()
-        for bucket in self.buckets:
-            self._settle(bucket, number, read_tails)
+        if tail.must_be_read(weighs):
+            self._settle(tail, averages and weighs, number)
         self.reset()
 
     def close(self) -> None:
@@ -102,7 +124,7 @@ class GradientRounds:
         """Let the communication thread end when `owner` is gone, after what is queued."""
         self._order.close_with(owner)
 
-    def _bring_home(self, bucket: Bucket, slot: int) -> None:
+    def _copy_in(self, bucket: Bucket, slot: int) -> None:
         parameter, view = bucket.parameters[slot], bucket.views[slot]
         gradient = parameter.grad
         assert gradient is not None
@@ -125,57 +147,49 @@ class GradientRounds:
             view.copy_(gradient)
             parameter.grad = view
 
-    def _send_off(self, bucket: Bucket, weight: float, number: int) -> None:
-        bucket.write_tail(self._ready[bucket.index], weight, self._fingerprint(bucket, number))
-        stream = torch.cuda.current_stream(bucket.flat.device) if bucket.flat.is_cuda else None
-
+    def _send(self, bucket: Bucket, number: int) -> None:
         what = f"bucket {bucket.index} (first parameter {bucket.names[0]!r}) of round {number}"
 
         def exchange() -> None:
+            with exchanging(self.observer, "bucket", bucket.index):
+                self.exchange(bucket)
+
+        self._tickets.append(self._submit(what, exchange, bucket.flat))
+
+    def _submit(self, what: str, exchange: Callable[[], None], like: Tensor) -> Ticket:
+        stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
+
+        def run() -> None:
             try:
-                with (
-                    exchanging(self.observer, "bucket", bucket.index),
-                    contextlib.nullcontext() if stream is None else torch.cuda.stream(stream),
-                ):
-                    self.exchange(bucket)
+                with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                    exchange()
             except MurmuraError as error:
                 error.add_note(f"It was the exchange of {what}.")
                 raise
 
-        self._tickets.append(self._order.submit(what, exchange))
+        return self._order.submit(what, run)
 
-    def _settle(self, bucket: Bucket, number: int, read_tails: bool) -> None:
+    def _settle(self, tail: Tail, weighs: bool, number: int) -> None:
         """Give every parameter that any rank used its mean gradient; leave the others without."""
-        ready = self._ready[bucket.index]
-        # Reading the tail makes the host wait for a GPU: there only if there is something to learn from it.
-        if bucket.flat.is_cuda and all(ready) and not read_tails:
-            return
-        tail = bucket.read_tail()
-        self._check_fingerprint(bucket, tail, number)
-        for slot, (parameter, share) in enumerate(zip(bucket.parameters, tail.used, strict=True)):
-            if share > 0 and not ready[slot]:
-                parameter.grad = bucket.views[slot]
+        contents = tail.read(number)
+        shares = iter(contents.used)
+        for bucket, ready in zip(self.buckets, self._ready, strict=True):
+            for slot, parameter in enumerate(bucket.parameters):
+                if next(shares) > 0 and not ready[slot]:
+                    parameter.grad = bucket.views[slot]
+        if weighs and contents.weight not in (0.0, 1.0):
+            self._weigh(contents.weight)
 
-    def _fingerprint(self, bucket: Bucket, number: int) -> float:
-        # Whole numbers so small that even their sum over the ranks is exact in the dtype of the bucket.
-        largest_exact = int(2 / torch.finfo(bucket.flat.dtype).eps)
-        return float((self._layout + number) % max(1, largest_exact // self._world_size))
+    def _weigh(self, weight: float) -> None:
+        """Turn the mean over the ranks into the mean over the data: ranks without any brought zeros.
 
-    def _check_fingerprint(self, bucket: Bucket, tail: Tail, number: int) -> None:
-        if tail.fingerprint != self._fingerprint(bucket, number):
-            raise CollectiveMismatch(
-                f"in round {number}, bucket {bucket.index} (first parameter {bucket.names[0]!r}) met other ranks' "
-                "buckets of another round or layout. Every rank must run the same number of backwards outside "
-                "no_sync(), on the same model."
-            )
-
-
-def weigh(buckets: Sequence[Bucket]) -> None:
-    """Turn the plain mean into the mean over the data: ranks without any brought zeros."""
-    for bucket in buckets:
-        weight = bucket.read_tail().weight
-        if weight not in (0.0, 1.0):
-            bucket.gradients.div_(weight)
+        What earlier rounds left in the buckets is a mean over the data already.
+        """
+        for index, bucket in enumerate(self.buckets):
+            if self._before:
+                bucket.flat.sub_(self._before[index]).div_(weight).add_(self._before[index])
+            else:
+                bucket.flat.div_(weight)
 
 
 def first_nonfinite(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> str | None:

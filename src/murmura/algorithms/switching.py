@@ -1,12 +1,13 @@
-"""From one running algorithm to the next on a live model."""
+"""From one running algorithm to another on a live model."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
 from murmura.algorithms.weights import FlatWeights
@@ -14,19 +15,22 @@ from murmura.errors import UsageError
 from murmura.types import Exchanges, ReduceOp
 
 
-def succeed(running: AlgorithmImpl, algorithm: Algorithm, replica: Replica) -> AlgorithmImpl:
+def replace_algorithm(running: AlgorithmImpl, algorithm: Algorithm, replica: Replica) -> AlgorithmImpl:
     """Close `running` and return what runs `algorithm`, not yet set up. Collective, between rounds.
 
-    Replicas that `running` let differ start again from the mean of their weights and of their optimizers' moments. If
-    `algorithm` is refused, `running` goes on.
+    Replicas that `running` let differ start again from the mean of their weights and of their optimizers' moments;
+    moments of an optimizer that is not known yet are averaged when it is. If `algorithm` is refused, `running` goes on.
     """
     successor = algorithm.reify(replica.transport)
     running.settle()
     running.close()
     if running.exchanges is Exchanges.WEIGHTS:
         _average_weights(replica)
-        if successor.exchanges is not Exchanges.WEIGHTS:
-            _average_moments(replica)
+        replica.moments_may_differ = True
+    if successor.exchanges is Exchanges.WEIGHTS:
+        replica.moments_may_differ = False
+    elif replica.moments_may_differ:
+        average_moments(replica, replica.optimizers)
     return successor
 
 
@@ -39,10 +43,10 @@ def _average_weights(replica: Replica) -> None:
 
 
 @torch.no_grad()
-def _average_moments(replica: Replica) -> None:
-    """Equal weights drift apart again if the moments that move them differ."""
-    _complete_moments(replica)
-    moments = list(_moments(replica))
+def average_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None:
+    """Average what `optimizers` remember: equal weights drift apart again if the moments that move them differ."""
+    _complete_moments(replica, optimizers)
+    moments = list(_moments(replica, optimizers))
     layout = zlib.crc32("; ".join(name for name, _ in moments).encode())
     least, most = _extremes(replica, layout)
     if least != most:
@@ -54,9 +58,9 @@ def _average_moments(replica: Replica) -> None:
         replica.transport.all_reduce(moment, ReduceOp.MEAN)
 
 
-def _complete_moments(replica: Replica) -> None:
+def _complete_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None:
     """A parameter that only other ranks have stepped on so far gets moments of zero here."""
-    states = [optimizer.state for optimizer in replica.optimizers]
+    states = [optimizer.state for optimizer in optimizers]
     _check_as_many(replica, len(states))
     stepped = torch.tensor(
         [bool(state.get(each)) for state in states for each in replica.parameters], dtype=torch.int32
@@ -93,9 +97,9 @@ def _check_as_many(replica: Replica, num_optimizers: int) -> None:
         )
 
 
-def _moments(replica: Replica) -> Iterator[tuple[str, Tensor]]:
+def _moments(replica: Replica, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Tensor]]:
     """What optimizers remember of each parameter, as far as it has a mean, by a name that is the same on all ranks."""
-    for index, optimizer in enumerate(replica.optimizers):
+    for index, optimizer in enumerate(optimizers):
         for name, parameter in zip(replica.names, replica.parameters, strict=True):
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):

@@ -1,0 +1,497 @@
+"""Drives the rounds of one model: torch's hooks are events of its `Round`, and lead to the hooks of its algorithm.
+
+A round begins at its first training forward, or, without one (eval mode, parts, methods), when its backward has run.
+It ends when a synchronising backward ends, or when it is synchronised by hand. Everything here runs in the user's
+thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from murmura.algorithms import Algorithm, AlgorithmImpl
+from murmura.algorithms.switching import average_moments, replace_algorithm
+from murmura.ddp import agreement, hooks, optimizer_hooks
+from murmura.ddp.bucket_planner import BucketPlanner
+from murmura.ddp.flattening import broadcast_together
+from murmura.ddp.gradient_reducer import GradientReducer, first_nonfinite
+from murmura.ddp.joining import Joining
+from murmura.ddp.replica import ModelReplica
+from murmura.ddp.round import Event, Phase, Round
+from murmura.ddp.step_tracker import StepTracker
+from murmura.ddp.wrapping import refuse_inside_torch_ddp
+from murmura.errors import ConfigError, NonFiniteGradient, UsageError
+from murmura.observe.observer import Observer, exposed
+from murmura.observe.recorder import Probe
+from murmura.transports.base import Transport
+from murmura.types import Exchanges, NonFinite
+
+log = logging.getLogger("murmura")
+
+
+class RoundDriver:
+    """See the module's docstring. `world` is the transport of whose channels `replica` has one."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        replica: ModelReplica,
+        algorithm: Algorithm,
+        *,
+        world: Transport,
+        owns_world: bool,
+        bucket_bytes: int,
+        broadcasts_buffers: bool,
+        verify_every: int,
+        nonfinite: NonFinite,
+    ) -> None:
+        self.module = module
+        self.replica = replica
+        self.channel = replica.transport
+        self.round = Round()
+        self.joining = Joining(self)
+        self.needs_settling = False  # a round has ended since `_before_round`
+        self._world = world
+        self._owns_world = owns_world
+        self._broadcasts_buffers = broadcasts_buffers and bool(replica.buffers)
+        self._verify_every = verify_every
+        self._nonfinite = nonfinite
+        self._nonfinite_name: str | None = None  # the first parameter with such a gradient, until the next step
+        self._observer: Observer | None = None
+        self._thread = threading.get_ident()  # the user's, which trains
+        self._in_no_sync = False
+        self._forward_syncs: bool | None = None  # what the last forward of the root decided, until a backward ends
+        self._last_forward_syncs = True
+        self._backward_syncs = True  # of the running backward
+        self._running_backward: Callable[[], object] = _no_backward  # a weak reference; None when it ended or raised
+        self._was_late = False  # the last round began with its backward
+        self._owes_buffers = False
+        self._is_settling = False
+        self._parameter_hooks: dict[int, Any] = {}
+        self._module_hooks: list[Any] = []
+        self.algorithm = algorithm.reify(self.channel)  # may refuse, so it comes before the hooks
+        if verify_every and self._exchanges_weights:
+            raise ConfigError(
+                f"verify_every={verify_every} would find replicas that differ, as {type(algorithm).__name__} lets them "
+                "do. Leave it out, and look at ddp.consensus_distance()."
+            )
+        self._steps = StepTracker(replica)
+        self._planner = BucketPlanner(replica, bucket_bytes)
+        self._reducer = GradientReducer(f"{self.channel.name}-rank{self.channel.rank}", self.channel)
+        self._reducer.close_with(self)
+        self._stop_listening = world.before_collectives(self.before_collective)
+        try:
+            self._hook_parameters()
+            self._module_hooks = hooks.hook_module(self, module)
+            optimizer_hooks.listen(self, replica.parameters)
+            self._start(self.algorithm)
+        except BaseException:
+            self.close(settle=False)
+            raise
+
+    # The algorithm
+
+    def _start(self, algorithm: AlgorithmImpl) -> None:
+        """Run `algorithm` from the next round on."""
+        self.algorithm = algorithm
+        self._plan()
+        self._reducer.exchange = algorithm.on_bucket_ready
+        self._taken_in = set(self.replica.trainable())
+        algorithm.setup(self.replica)
+
+    def switch(self, algorithm: Algorithm) -> None:
+        """Close the running algorithm and start another, between rounds."""
+        self._notice_exception()
+        self.round.apply(Event.SWITCH)
+        self.settle()
+        successor = replace_algorithm(self.algorithm, algorithm, self.replica)
+        self.algorithm = successor
+        self._take_in_thawed(running=False)
+        self._start(successor)
+
+    @property
+    def _exchanges_gradients(self) -> bool:
+        algorithm = self.algorithm
+        alone = self.channel.world_size == 1 and not algorithm.works_alone
+        return algorithm.exchanges is Exchanges.GRADIENTS and not alone
+
+    @property
+    def _exchanges_weights(self) -> bool:
+        return self.algorithm.exchanges is Exchanges.WEIGHTS
+
+    def remember(self, optimizer: Optimizer) -> None:
+        """`optimizer` moves the parameters: its moments are averaged wherever those of the replicas must be equal."""
+        if self.replica.remember(optimizer) and self.replica.moments_may_differ:
+            average_moments(self.replica, [optimizer])
+
+    # Collective points
+
+    def settle(self) -> None:
+        """Do what the last round still owes, because a step was skipped; nothing inside a round."""
+        self._between_rounds(self.algorithm.settle)
+        self._between_rounds(self._broadcast_owed_buffers)
+
+    def before_collective(self) -> None:
+        """The user is about to wait for all ranks, which may wait for what this one owes."""
+        if threading.get_ident() == self._thread:  # no operation in a communication thread is the user's own
+            self._between_rounds(self.algorithm.before_collective)
+
+    def _between_rounds(self, work: Callable[[], None]) -> None:
+        if self.round.is_idle and not self._is_settling:
+            self._is_settling = True
+            try:
+                work()
+            finally:
+                self._is_settling = False
+
+    def _before_round(self) -> None:
+        """A forward follows, between two rounds: here weights may be written."""
+        self._world.announce()  # the other models of this world settle too
+        self.settle()
+        self.algorithm.before_round()
+        self.needs_settling = False
+
+    def _broadcast_owed_buffers(self) -> None:
+        if self._owes_buffers:
+            self._owes_buffers = False
+            broadcast_together(self.channel, self.replica.buffers, 0)
+
+    def saves(self) -> None:
+        """The state is about to be read: refuse where gradients would be lost, and settle."""
+        self._notice_exception()
+        if self.round.phase is Phase.ACCUMULATED and not self._has_gradients():
+            self.round.apply(Event.DISCARD)
+        self.round.apply(Event.SAVE, "saving the state (algorithm_state_dict, Checkpointer.save)")
+        self.settle()
+
+    def _has_gradients(self) -> bool:
+        return any(bool(each.grad.any()) for each in self.replica.parameters if each.grad is not None)
+
+    def before_load(self) -> None:
+        """The module is about to load weights: what is owed belongs to those that are replaced."""
+        self.settle()
+
+    def after_load(self) -> None:
+        """Other weights are there: what the algorithm derived from the former ones is void."""
+        self.algorithm.weights_replaced()
+
+    # Plans
+
+    def _plan(self) -> None:
+        """Cut the buckets of an algorithm that exchanges gradients; the others need none."""
+        replica = self.replica
+        if not self._exchanges_gradients:
+            if replica.buckets:
+                replica.buckets = []
+                self._reducer.use([])
+        elif not replica.buckets:
+            replica.buckets = self._planner.buckets()
+            self._reducer.use(replica.buckets)
+
+    def _replan(self) -> None:
+        """Cut the buckets anew. Collective: what the algorithm keeps for each element moves along."""
+        buckets = self._planner.buckets()
+        self.algorithm.before_replan(buckets)
+        self.replica.buckets = buckets
+        self._reducer.use(buckets)
+
+    def _thawed(self) -> list[int]:
+        return [index for index in self.replica.trainable() if index not in self._taken_in]
+
+    def _take_in_thawed(self, *, running: bool = True) -> None:
+        """Let parameters that were frozen until now take part, on every rank; the `running` algorithm goes on."""
+        thawed = self._thawed()
+        if not thawed:
+            return
+        agreement.check_same_model(self.channel, [self.replica.names[index] for index in thawed])
+        self._taken_in.update(thawed)
+        self._planner.add(thawed)
+        self._hook_parameters()
+        if self.replica.buckets:
+            self._replan()
+        if running:
+            self.algorithm.parameters_added()
+
+    def _hook_parameters(self) -> None:
+        for index in self._planner.order:
+            if index not in self._parameter_hooks:
+                self._parameter_hooks[index] = hooks.hook_parameter(self, self.replica.parameters[index])
+
+    def plan_state(self) -> dict[str, Any]:
+        """What another run needs to cut the same buckets."""
+        return self._planner.state_dict()
+
+    def load_plan(self, state: Mapping[str, Any]) -> None:
+        """Cut the buckets as the run did that this one resumes."""
+        if self._planner.load_state_dict(state) and self.replica.buckets:
+            self.replica.buckets = []
+            self._plan()
+
+    # Forward
+
+    def before_forward(self, training: bool) -> None:
+        """A forward of the root begins, with a graph; the first training forward begins a round."""
+        refuse_inside_torch_ddp()
+        self._notice_exception()
+        if self._running_backward() is not None:
+            return  # activation checkpointing computes again what the running backward needs
+        self._thread = threading.get_ident()
+        self.round.check(Event.FORWARD)
+        self._forward_syncs = self._last_forward_syncs = not self._in_no_sync
+        if self.round.is_idle:
+            self._before_round()
+        if training:
+            self.round.apply(Event.FORWARD)
+            if not self.round.begun:
+                self._begin()
+
+    def before_part(self) -> None:
+        """A forward of a part begins, with a graph, and not within one of the root."""
+        if self.round.is_idle and not self._is_settling and self._running_backward() is None:
+            self._thread = threading.get_ident()
+            self._before_round()
+
+    def _begin(self) -> None:
+        """Do what stands at the beginning of a round, before its first forward."""
+        if self._observer is not None:
+            self._observer.round_opens(self.replica.round)
+        with exposed(self._observer, "begin_round"):
+            if not self.joining.active:
+                self.joining.round_ended()  # of a batch that a loop was left with
+            self._take_in_thawed()
+            self._plan()
+            self.algorithm.before_forward()
+            if not self._exchanges_weights:
+                self._verify_if_due()
+                if self._broadcasts_buffers:
+                    broadcast_together(self.channel, self.replica.buffers, 0)
+            self.round.begun = True
+
+    def _begin_late(self) -> None:
+        """Begin a round whose backward has run: here nothing may be written."""
+        if self._observer is not None:
+            self._observer.round_opens(self.replica.round)
+        self._take_in_thawed()
+        self._plan()
+        self.algorithm.before_forward()
+        self._owes_buffers = self._broadcasts_buffers and not self._exchanges_weights
+
+    def _verify_if_due(self) -> None:
+        if self._verify_every and self.replica.round and self.replica.round % self._verify_every == 0:
+            self.verify()
+
+    # Backward
+
+    def output_reached(self) -> None:
+        """Backward has reached an output of the root: from here it can be followed to its end."""
+        self._follow_backward(through_root=True)
+
+    def gradient_came(self, parameter: nn.Parameter) -> None:
+        """The gradient of `parameter` has been accumulated."""
+        if parameter.grad is None:  # an undefined gradient is none
+            return
+        self._follow_backward(through_root=False)
+        if not self._backward_syncs:
+            if self.round.phase is not Phase.LOCAL_BACKWARD:
+                self.round.apply(Event.LOCAL_GRADIENT)
+            return
+        if self.round.phase is not Phase.BACKWARD:
+            self.round.apply(Event.GRADIENT)
+            self._plan()
+            self._sends_early = self.round.begun or not self._thawed()
+        if self._exchanges_gradients:
+            self._reducer.add(parameter, self.replica.round, send=self._sends_early)
+
+    def gradients_begin(self) -> None:
+        """The first gradient of a backward inside a join is about to be accumulated."""
+        if self._exchanges_gradients:
+            self._plan()
+            self._reducer.keep_earlier_gradients()
+
+    def _follow_backward(self, *, through_root: bool) -> None:
+        """Decide whether the backward that is running synchronises, and learn of its end."""
+        if self._running_backward() is not None:
+            return
+        self._notice_exception()
+        if through_root:
+            self._backward_syncs = self._last_forward_syncs
+        else:
+            self._backward_syncs = not self._in_no_sync if self._forward_syncs is None else self._forward_syncs
+        reference = weakref.ref(self)
+
+        def end() -> None:
+            driver = reference()
+            if driver is not None:
+                driver._end_of_backward()
+
+        self._running_backward = weakref.ref(end)  # torch drops the callback of a backward that raises
+        hooks.at_end_of_backward(end)
+
+    def _notice_exception(self) -> None:
+        """A backward that has neither ended nor is running any more raised an exception."""
+        if self.round.phase in (Phase.BACKWARD, Phase.LOCAL_BACKWARD) and self._running_backward() is None:
+            self.round.apply(Event.FAILURE if self._reducer.has_sent else Event.RAISED)
+            self._reducer.reset()
+
+    def _end_of_backward(self) -> None:
+        self._running_backward = _no_backward
+        if self.round.phase is Phase.LOCAL_BACKWARD:
+            self.round.apply(Event.LOCAL_END)
+            self._forward_syncs = None
+        elif self.round.phase is Phase.BACKWARD:  # torch.autograd.grad leaves no gradient in a parameter
+            self._finish(Event.END)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._in_no_sync = self._in_no_sync, True
+        try:
+            yield
+        finally:
+            self._in_no_sync = before
+
+    def sync(self, *, one_by_one: bool) -> None:
+        """Run the round that `no_sync` held back; nothing to do when the round is in sync."""
+        if self._in_no_sync:
+            raise UsageError("gradients cannot be synchronised inside no_sync(); call it after the block.")
+        self._notice_exception()
+        self.round.check(Event.SYNC)
+        if not self.round.is_idle:
+            self._finish(Event.SYNC, one_by_one=one_by_one)
+
+    def _finish(self, event: Event, *, one_by_one: bool = False) -> None:
+        """Exchange what the round exchanges, and end it."""
+        late = not self.round.begun
+        with exposed(self._observer, "finish_round"):
+            try:
+                if late:
+                    self._begin_late()
+                observed = list(self._reducer.observed)
+                if self._exchanges_gradients:
+                    self._reducer.finish(
+                        self.replica.round,
+                        self.joining.weight,
+                        averages=self.algorithm.averages,
+                        weighs=self.joining.weighs,
+                        one_by_one=one_by_one,
+                    )
+                self.joining.round_ended()
+                self.algorithm.after_backward()
+                if self._exchanges_gradients and self._planner.observe(observed):
+                    self._replan()
+                if late and not self._exchanges_weights:
+                    self._verify_if_due()
+            except BaseException:
+                self.round.apply(Event.FAILURE)
+                raise
+        self.replica.round += 1
+        self.round.apply(event)
+        self.round.begun = False
+        self.needs_settling = True
+        self._was_late = late
+        self._forward_syncs = None
+        self._steps.round_ended()
+        if self._nonfinite is not NonFinite.PASS:
+            self._check_finite(self.replica.round - 1)
+
+    def _check_finite(self, number: int) -> None:
+        name = self._nonfinite_name = first_nonfinite(self.replica.names, self.replica.parameters)
+        if name is None:
+            return
+        if self._nonfinite is NonFinite.RAISE:
+            self._nonfinite_name = None
+            raise NonFiniteGradient(
+                f"rank {self.channel.rank}: the gradient of {name!r} holds an infinity or a NaN in round {number}. "
+                "Lower the learning rate, clip, or look at the batch; with nonfinite='skip_step' such steps are left "
+                "out."
+            )
+        log.warning("the step of round %d is skipped: the gradient of %r is not finite", number, name)
+
+    # Optimizer steps
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """`optimizer` begins its step."""
+        self._notice_exception()
+        self.round.apply(Event.STEP)
+        self._thread = threading.get_ident()
+        self.remember(optimizer)
+        self._prepare_step(optimizer)
+
+    def after_closure(self, optimizer: Optimizer) -> None:
+        """The closure that `optimizer` calls inside its step has returned."""
+        self._notice_exception()
+        self._prepare_step(optimizer)
+
+    def _prepare_step(self, optimizer: Optimizer) -> None:
+        if self._observer is not None:
+            self._observer.before_step(self.replica.parameters)
+        with exposed(self._observer, "before_step"):
+            self._broadcast_owed_buffers()
+            self.algorithm.before_step(optimizer)
+        if self._nonfinite_name is not None:  # the optimizer leaves parameters without a gradient as they are
+            for parameter in self.replica.parameters:
+                parameter.grad = None
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """`optimizer` has stepped."""
+        self._nonfinite_name = None
+        with exposed(self._observer, "after_step"):
+            self.algorithm.after_step(optimizer)
+            if self._steps.stepped(optimizer) and self.round.is_idle:
+                self.algorithm.after_steps()
+                if self._was_late:  # no forward may tell that the next round begins
+                    self._before_round()
+        if self._observer is not None:
+            self._observer.stepped()
+
+    # Life
+
+    def verify(self) -> None:
+        """Raise `ReplicaDivergence` unless all ranks hold the same parameters."""
+        self.replica.check_same_parameters()
+        agreement.check_same_values(self.channel, self.replica.names, self.replica.parameters)
+
+    def observe(self, observer: Observer | None) -> None:
+        """Report to `observer` from now on; None ends it."""
+        if observer is not None and self._observer is not None:
+            raise UsageError("this DDP is already observed. End the other Observer first, or give that one more sinks.")
+        self._observer = self._reducer.observer = observer
+        self.channel.observe(None if observer is None else Probe(observer.recorder, range(self.channel.world_size)))
+
+    @property
+    def closed(self) -> bool:
+        return self.round.phase is Phase.CLOSED
+
+    def close(self, *, settle: bool = True) -> None:
+        """Settle, remove the hooks and end the communication thread; may be called again.
+
+        After an exception there is nobody to settle with.
+        """
+        if self.closed:
+            return
+        try:
+            if settle and sys.exc_info()[0] is None and not self.channel.failed:
+                self.settle()
+        finally:
+            self.round.apply(Event.CLOSE)
+            self._stop_listening()
+            for handle in [*self._module_hooks, *self._parameter_hooks.values()]:
+                handle.remove()
+            optimizer_hooks.stop_listening(self, self.replica.parameters)
+            self.algorithm.close()
+            self.channel.close()
+            self._reducer.close()
+            if self._owns_world:
+                self._world.close()
+
+
+def _no_backward() -> None:
+    """Stands for a weak reference to a backward, when none is running."""

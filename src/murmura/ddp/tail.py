@@ -1,0 +1,101 @@
+"""What ranks tell each other once a round, beside their gradients: the round's tail.
+
+It holds whether each parameter was used here, this rank's share of data, and a fingerprint of the round's number and
+the layout of the buckets. One small all-reduce brings their means: so unused parameters, uneven data and disagreement
+are settled without a flag, whatever the algorithm does with the gradients.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from murmura.buckets import Bucket
+from murmura.errors import CollectiveMismatch
+from murmura.transports.base import Transport
+from murmura.types import ReduceOp
+
+LARGEST_EXACT = 2**53
+"""Whole numbers up to this, and so their sums up to it, are exact in float64."""
+
+
+class Contents(NamedTuple):
+    """The means over the ranks."""
+
+    used: list[float]  # the share of the ranks on which each parameter got a gradient, in the order of the buckets
+    weight: float
+    fingerprint: float
+
+
+class Tail:
+    """The tail of the rounds that use `buckets`; written and read in the user's thread, exchanged in another.
+
+    On a GPU the host must not wait in every round: there `read` is left out unless something was unused or replayed,
+    and the fingerprint is compared when the next tail is written.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], transport: Transport) -> None:
+        self._transport = transport
+        self._first_name = buckets[0].names[0]
+        self._layout = zlib.crc32(";".join(",".join(bucket.names) for bucket in buckets).encode())
+        length = sum(len(bucket.parameters) for bucket in buckets) + 2
+        device = buckets[0].flat.device
+        self._values = transport.allocate(length, torch.float64, device)
+        self._on_cuda = device.type == "cuda"
+        self._staging = torch.empty(length, dtype=torch.float64, pin_memory=self._on_cuda)
+        self._copied: torch.cuda.Event | None = None  # of the copy of the last tail to `_staging`
+        self._unread: int | None = None  # the round of that tail
+        self._all_used = False
+
+    def write(self, used: Sequence[bool], weight: float, number: int) -> None:
+        """Say what this rank brings to round `number`."""
+        self._check_unread()
+        self._all_used = all(used)
+        self._staging.copy_(torch.tensor([*map(float, used), weight, self._fingerprint(number)], dtype=torch.float64))
+        self._values.copy_(self._staging, non_blocking=True)
+        self._number = number
+
+    def exchange(self) -> None:
+        """Overwrite the tail with its mean over the ranks."""
+        self._transport.all_reduce(self._values, ReduceOp.MEAN)
+        if self._on_cuda:
+            self._staging.copy_(self._values, non_blocking=True)
+            self._copied = torch.cuda.current_stream(self._values.device).record_event()
+            self._unread = self._number
+
+    def must_be_read(self, weighs: bool) -> bool:
+        """Whether `read` has something to say; on a CPU it costs nothing and is always done."""
+        return weighs or not self._on_cuda or not self._all_used
+
+    def read(self, number: int) -> Contents:
+        """What all ranks brought to round `number`; waits for a GPU. `CollectiveMismatch` if it is another round's."""
+        self._unread = None
+        contents = self._contents()
+        self._check_fingerprint(contents, number)
+        return contents
+
+    def _contents(self) -> Contents:
+        if self._copied is not None:
+            self._copied.synchronize()
+        *used, weight, fingerprint = (self._staging if self._on_cuda else self._values).tolist()
+        return Contents(used, weight, fingerprint)
+
+    def _check_unread(self) -> None:
+        """Compare the fingerprint of a round that was not read; the copy has ended long ago."""
+        if self._unread is not None:
+            number, self._unread = self._unread, None
+            self._check_fingerprint(self._contents(), number)
+
+    def _fingerprint(self, number: int) -> float:
+        return float((self._layout + number) % max(1, LARGEST_EXACT // self._transport.world_size))
+
+    def _check_fingerprint(self, contents: Contents, number: int) -> None:
+        if contents.fingerprint != self._fingerprint(number):
+            raise CollectiveMismatch(
+                f"rank {self._transport.rank}: in round {number}, the buckets (first parameter {self._first_name!r}) "
+                "met other ranks' buckets of another round or layout. Every rank must run the same number of "
+                "synchronising backwards, on the same model."
+            )
