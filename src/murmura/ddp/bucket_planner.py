@@ -48,9 +48,10 @@ class BucketPlanner:
             for index, members in enumerate(plan_buckets(specs, self._order, limit))
         ]
 
-    def add(self, indices: Sequence[int]) -> None:
-        """Give further parameters a place."""
-        self._order = sorted({*self._order, *indices}, reverse=True)
+    def add(self, indices: Sequence[int]) -> bool:
+        """Give further parameters a place; whether they had none."""
+        before, self._order = self._order, [*self._order, *sorted(set(indices) - set(self._order), reverse=True)]
+        return len(before) < len(self._order)
 
     def observe(self, observed: Sequence[nn.Parameter]) -> bool:
         """Take over, once, the order in which rank 0 observed gradients; whether it is another one. Collective."""

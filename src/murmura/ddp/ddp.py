@@ -193,7 +193,7 @@ class DDP(nn.Module):
         return {
             "name": type(self.algorithm).__name__,
             "round": self._replica.round,
-            "plan": self._driver.plan_state(),
+            "plan": self._driver.planner.state_dict(),
             "algorithm": self.algorithm.state_dict(),
         }
 
@@ -205,7 +205,7 @@ class DDP(nn.Module):
                 "model with the algorithm that was saved, or leave its state out."
             )
         self._driver.settle()
-        self._driver.load_plan(state["plan"])
+        self._driver.reducer.load_plan(state["plan"])
         self._replica.round = state["round"]
         self.algorithm.load_state_dict(state["algorithm"])
 

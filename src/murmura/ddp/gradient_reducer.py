@@ -8,30 +8,55 @@ and gives parameters that only other ranks used their gradient.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from murmura.algorithms import AlgorithmImpl
 from murmura.buckets import Bucket
+from murmura.ddp.bucket_planner import BucketPlanner
+from murmura.ddp.replica import ModelReplica
 from murmura.ddp.tail import Tail
 from murmura.errors import MurmuraError, UsageError
 from murmura.observe.observer import Observer, exchanging
-from murmura.transports.base import Transport
 from murmura.transports.order import Order, Ticket
 
 
 class GradientReducer:
     """The gradients of one model on one rank; `exchange` is what the algorithm does with a full bucket."""
 
-    def __init__(self, name: str, transport: Transport) -> None:
+    def __init__(self, replica: ModelReplica, planner: BucketPlanner) -> None:
         self.exchange: Callable[[Bucket], None]
+        self._replica = replica
+        self._planner = planner
         self.observer: Observer | None = None
         self.observed: list[nn.Parameter] = []  # in the order their gradients came in the round under way
-        self._order = Order(name)
-        self._transport = transport
+        self._transport = replica.transport
+        self._order = Order(f"{self._transport.name}-rank{self._transport.rank}")
         self._before: list[Tensor] | None = None  # gradients of earlier rounds, once asked for
         self.use([])
+
+    def plan(self, *, wanted: bool) -> None:
+        """See to it that there are buckets if `wanted`, and otherwise none."""
+        if wanted != bool(self._replica.buckets):
+            self._replica.buckets = self._planner.buckets() if wanted else []
+            self.use(self._replica.buckets)
+
+    def replan(self, algorithm: AlgorithmImpl) -> None:
+        """Cut the buckets anew, if there are any. Collective: what `algorithm` keeps for each element moves along."""
+        if self._replica.buckets:
+            buckets = self._planner.buckets()
+            algorithm.before_replan(buckets)
+            self._replica.buckets = buckets
+            self.use(buckets)
+
+    def load_plan(self, state: Mapping[str, Any]) -> None:
+        """Cut the buckets as the run did that this one resumes."""
+        if self._planner.load_state_dict(state) and self._replica.buckets:
+            self._replica.buckets = self._planner.buckets()
+            self.use(self._replica.buckets)
 
     def use(self, buckets: Sequence[Bucket]) -> None:
         """Take other buckets, between two rounds; gradients that exist move into them."""
@@ -190,11 +215,3 @@ class GradientReducer:
                 bucket.flat.sub_(self._before[index]).div_(weight).add_(self._before[index])
             else:
                 bucket.flat.div_(weight)
-
-
-def first_nonfinite(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> str | None:
-    """The name of the first parameter whose gradient holds an infinity or a NaN."""
-    for name, parameter in zip(names, parameters, strict=True):
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-            return name
-    return None

@@ -7,12 +7,10 @@ thread.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -21,21 +19,21 @@ from torch.optim import Optimizer
 from murmura.algorithms import Algorithm, AlgorithmImpl
 from murmura.algorithms.switching import average_moments, replace_algorithm
 from murmura.ddp import agreement, hooks, optimizer_hooks
+from murmura.ddp.backward_tracker import BackwardTracker
 from murmura.ddp.bucket_planner import BucketPlanner
 from murmura.ddp.flattening import broadcast_together
-from murmura.ddp.gradient_reducer import GradientReducer, first_nonfinite
+from murmura.ddp.gradient_reducer import GradientReducer
 from murmura.ddp.joining import Joining
+from murmura.ddp.nonfinite import NonFinitePolicy
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.round import Event, Phase, Round
 from murmura.ddp.step_tracker import StepTracker
 from murmura.ddp.wrapping import refuse_inside_torch_ddp
-from murmura.errors import ConfigError, NonFiniteGradient, UsageError
+from murmura.errors import ConfigError, UsageError
 from murmura.observe.observer import Observer, exposed
 from murmura.observe.recorder import Probe
 from murmura.transports.base import Transport
 from murmura.types import Exchanges, NonFinite
-
-log = logging.getLogger("murmura")
 
 
 class RoundDriver:
@@ -64,15 +62,10 @@ class RoundDriver:
         self._owns_world = owns_world
         self._broadcasts_buffers = broadcasts_buffers and bool(replica.buffers)
         self._verify_every = verify_every
-        self._nonfinite = nonfinite
-        self._nonfinite_name: str | None = None  # the first parameter with such a gradient, until the next step
+        self._nonfinite = NonFinitePolicy(replica, nonfinite)
         self._observer: Observer | None = None
         self._thread = threading.get_ident()  # the user's, which trains
-        self._in_no_sync = False
-        self._forward_syncs: bool | None = None  # what the last forward of the root decided, until a backward ends
-        self._last_forward_syncs = True
-        self._backward_syncs = True  # of the running backward
-        self._running_backward: Callable[[], object] = _no_backward  # a weak reference; None when it ended or raised
+        self._backward = BackwardTracker(self._end_of_backward)
         self._was_late = False  # the last round began with its backward
         self._owes_buffers = False
         self._is_settling = False
@@ -85,9 +78,9 @@ class RoundDriver:
                 "do. Leave it out, and look at ddp.consensus_distance()."
             )
         self._steps = StepTracker(replica)
-        self._planner = BucketPlanner(replica, bucket_bytes)
-        self._reducer = GradientReducer(f"{self.channel.name}-rank{self.channel.rank}", self.channel)
-        self._reducer.close_with(self)
+        self.planner = BucketPlanner(replica, bucket_bytes)
+        self.reducer = GradientReducer(replica, self.planner)
+        self.reducer.close_with(self)
         self._stop_listening = world.before_collectives(self.before_collective)
         try:
             self._hook_parameters()
@@ -103,8 +96,8 @@ class RoundDriver:
     def _start(self, algorithm: AlgorithmImpl) -> None:
         """Run `algorithm` from the next round on."""
         self.algorithm = algorithm
-        self._plan()
-        self._reducer.exchange = algorithm.on_bucket_ready
+        self.reducer.plan(wanted=self._exchanges_gradients)
+        self.reducer.exchange = algorithm.on_bucket_ready
         self._taken_in = set(self.replica.trainable())
         algorithm.setup(self.replica)
 
@@ -184,25 +177,7 @@ class RoundDriver:
         """Other weights are there: what the algorithm derived from the former ones is void."""
         self.algorithm.weights_replaced()
 
-    # Plans
-
-    def _plan(self) -> None:
-        """Cut the buckets of an algorithm that exchanges gradients; the others need none."""
-        replica = self.replica
-        if not self._exchanges_gradients:
-            if replica.buckets:
-                replica.buckets = []
-                self._reducer.use([])
-        elif not replica.buckets:
-            replica.buckets = self._planner.buckets()
-            self._reducer.use(replica.buckets)
-
-    def _replan(self) -> None:
-        """Cut the buckets anew. Collective: what the algorithm keeps for each element moves along."""
-        buckets = self._planner.buckets()
-        self.algorithm.before_replan(buckets)
-        self.replica.buckets = buckets
-        self._reducer.use(buckets)
+    # Parameters that take part
 
     def _thawed(self) -> list[int]:
         return [index for index in self.replica.trainable() if index not in self._taken_in]
@@ -214,27 +189,16 @@ class RoundDriver:
             return
         agreement.check_same_model(self.channel, [self.replica.names[index] for index in thawed])
         self._taken_in.update(thawed)
-        self._planner.add(thawed)
-        self._hook_parameters()
-        if self.replica.buckets:
-            self._replan()
+        if self.planner.add(thawed):
+            self._hook_parameters()
+            self.reducer.replan(self.algorithm)
         if running:
             self.algorithm.parameters_added()
 
     def _hook_parameters(self) -> None:
-        for index in self._planner.order:
+        for index in self.planner.order:
             if index not in self._parameter_hooks:
                 self._parameter_hooks[index] = hooks.hook_parameter(self, self.replica.parameters[index])
-
-    def plan_state(self) -> dict[str, Any]:
-        """What another run needs to cut the same buckets."""
-        return self._planner.state_dict()
-
-    def load_plan(self, state: Mapping[str, Any]) -> None:
-        """Cut the buckets as the run did that this one resumes."""
-        if self._planner.load_state_dict(state) and self.replica.buckets:
-            self.replica.buckets = []
-            self._plan()
 
     # Forward
 
@@ -242,11 +206,11 @@ class RoundDriver:
         """A forward of the root begins, with a graph; the first training forward begins a round."""
         refuse_inside_torch_ddp()
         self._notice_exception()
-        if self._running_backward() is not None:
+        if self._backward.is_running:
             return  # activation checkpointing computes again what the running backward needs
         self._thread = threading.get_ident()
         self.round.check(Event.FORWARD)
-        self._forward_syncs = self._last_forward_syncs = not self._in_no_sync
+        self._backward.forward()
         if self.round.is_idle:
             self._before_round()
         if training:
@@ -256,7 +220,7 @@ class RoundDriver:
 
     def before_part(self) -> None:
         """A forward of a part begins, with a graph, and not within one of the root."""
-        if self.round.is_idle and not self._is_settling and self._running_backward() is None:
+        if self.round.is_idle and not self._is_settling and not self._backward.is_running:
             self._thread = threading.get_ident()
             self._before_round()
 
@@ -268,7 +232,7 @@ class RoundDriver:
             if not self.joining.active:
                 self.joining.round_ended()  # of a batch that a loop was left with
             self._take_in_thawed()
-            self._plan()
+            self.reducer.plan(wanted=self._exchanges_gradients)
             self.algorithm.before_forward()
             if not self._exchanges_weights:
                 self._verify_if_due()
@@ -281,7 +245,7 @@ class RoundDriver:
         if self._observer is not None:
             self._observer.round_opens(self.replica.round)
         self._take_in_thawed()
-        self._plan()
+        self.reducer.plan(wanted=self._exchanges_gradients)
         self.algorithm.before_forward()
         self._owes_buffers = self._broadcasts_buffers and not self._exchanges_weights
 
@@ -293,74 +257,53 @@ class RoundDriver:
 
     def output_reached(self) -> None:
         """Backward has reached an output of the root: from here it can be followed to its end."""
-        self._follow_backward(through_root=True)
+        self._notice_exception()
+        self._backward.follow(through_root=True)
 
     def gradient_came(self, parameter: nn.Parameter) -> None:
         """The gradient of `parameter` has been accumulated."""
         if parameter.grad is None:  # an undefined gradient is none
             return
-        self._follow_backward(through_root=False)
-        if not self._backward_syncs:
+        if not self._backward.is_running:
+            self._notice_exception()
+            self._backward.follow(through_root=False)
+        if not self._backward.syncs:
             if self.round.phase is not Phase.LOCAL_BACKWARD:
                 self.round.apply(Event.LOCAL_GRADIENT)
             return
         if self.round.phase is not Phase.BACKWARD:
             self.round.apply(Event.GRADIENT)
-            self._plan()
+            self.reducer.plan(wanted=self._exchanges_gradients)
             self._sends_early = self.round.begun or not self._thawed()
         if self._exchanges_gradients:
-            self._reducer.add(parameter, self.replica.round, send=self._sends_early)
+            self.reducer.add(parameter, self.replica.round, send=self._sends_early)
 
     def gradients_begin(self) -> None:
         """The first gradient of a backward inside a join is about to be accumulated."""
         if self._exchanges_gradients:
-            self._plan()
-            self._reducer.keep_earlier_gradients()
-
-    def _follow_backward(self, *, through_root: bool) -> None:
-        """Decide whether the backward that is running synchronises, and learn of its end."""
-        if self._running_backward() is not None:
-            return
-        self._notice_exception()
-        if through_root:
-            self._backward_syncs = self._last_forward_syncs
-        else:
-            self._backward_syncs = not self._in_no_sync if self._forward_syncs is None else self._forward_syncs
-        reference = weakref.ref(self)
-
-        def end() -> None:
-            driver = reference()
-            if driver is not None:
-                driver._end_of_backward()
-
-        self._running_backward = weakref.ref(end)  # torch drops the callback of a backward that raises
-        hooks.at_end_of_backward(end)
+            self.reducer.plan(wanted=self._exchanges_gradients)
+            self.reducer.keep_earlier_gradients()
 
     def _notice_exception(self) -> None:
         """A backward that has neither ended nor is running any more raised an exception."""
-        if self.round.phase in (Phase.BACKWARD, Phase.LOCAL_BACKWARD) and self._running_backward() is None:
-            self.round.apply(Event.FAILURE if self._reducer.has_sent else Event.RAISED)
-            self._reducer.reset()
+        if self.round.phase in (Phase.BACKWARD, Phase.LOCAL_BACKWARD) and not self._backward.is_running:
+            self.round.apply(Event.FAILURE if self.reducer.has_sent else Event.RAISED)
+            self.reducer.reset()
 
     def _end_of_backward(self) -> None:
-        self._running_backward = _no_backward
-        if self.round.phase is Phase.LOCAL_BACKWARD:
+        phase = self.round.phase
+        self._backward.ended(left_gradients=phase in (Phase.LOCAL_BACKWARD, Phase.BACKWARD))
+        if phase is Phase.LOCAL_BACKWARD:
             self.round.apply(Event.LOCAL_END)
-            self._forward_syncs = None
-        elif self.round.phase is Phase.BACKWARD:  # torch.autograd.grad leaves no gradient in a parameter
+        elif phase is Phase.BACKWARD:
             self._finish(Event.END)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before, self._in_no_sync = self._in_no_sync, True
-        try:
-            yield
-        finally:
-            self._in_no_sync = before
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._backward.no_sync()
 
     def sync(self, *, one_by_one: bool) -> None:
         """Run the round that `no_sync` held back; nothing to do when the round is in sync."""
-        if self._in_no_sync:
+        if self._backward.in_no_sync:
             raise UsageError("gradients cannot be synchronised inside no_sync(); call it after the block.")
         self._notice_exception()
         self.round.check(Event.SYNC)
@@ -374,9 +317,9 @@ class RoundDriver:
             try:
                 if late:
                     self._begin_late()
-                observed = list(self._reducer.observed)
+                observed = list(self.reducer.observed)
                 if self._exchanges_gradients:
-                    self._reducer.finish(
+                    self.reducer.finish(
                         self.replica.round,
                         self.joining.weight,
                         averages=self.algorithm.averages,
@@ -385,8 +328,8 @@ class RoundDriver:
                     )
                 self.joining.round_ended()
                 self.algorithm.after_backward()
-                if self._exchanges_gradients and self._planner.observe(observed):
-                    self._replan()
+                if self._exchanges_gradients and self.planner.observe(observed):
+                    self.reducer.replan(self.algorithm)
                 if late and not self._exchanges_weights:
                     self._verify_if_due()
             except BaseException:
@@ -397,23 +340,8 @@ class RoundDriver:
         self.round.begun = False
         self.needs_settling = True
         self._was_late = late
-        self._forward_syncs = None
         self._steps.round_ended()
-        if self._nonfinite is not NonFinite.PASS:
-            self._check_finite(self.replica.round - 1)
-
-    def _check_finite(self, number: int) -> None:
-        name = self._nonfinite_name = first_nonfinite(self.replica.names, self.replica.parameters)
-        if name is None:
-            return
-        if self._nonfinite is NonFinite.RAISE:
-            self._nonfinite_name = None
-            raise NonFiniteGradient(
-                f"rank {self.channel.rank}: the gradient of {name!r} holds an infinity or a NaN in round {number}. "
-                "Lower the learning rate, clip, or look at the batch; with nonfinite='skip_step' such steps are left "
-                "out."
-            )
-        log.warning("the step of round %d is skipped: the gradient of %r is not finite", number, name)
+        self._nonfinite.round_ended(self.replica.round - 1)
 
     # Optimizer steps
 
@@ -436,13 +364,10 @@ class RoundDriver:
         with exposed(self._observer, "before_step"):
             self._broadcast_owed_buffers()
             self.algorithm.before_step(optimizer)
-        if self._nonfinite_name is not None:  # the optimizer leaves parameters without a gradient as they are
-            for parameter in self.replica.parameters:
-                parameter.grad = None
+        self._nonfinite.before_step()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """`optimizer` has stepped."""
-        self._nonfinite_name = None
         with exposed(self._observer, "after_step"):
             self.algorithm.after_step(optimizer)
             if self._steps.stepped(optimizer) and self.round.is_idle:
@@ -463,7 +388,7 @@ class RoundDriver:
         """Report to `observer` from now on; None ends it."""
         if observer is not None and self._observer is not None:
             raise UsageError("this DDP is already observed. End the other Observer first, or give that one more sinks.")
-        self._observer = self._reducer.observer = observer
+        self._observer = self.reducer.observer = observer
         self.channel.observe(None if observer is None else Probe(observer.recorder, range(self.channel.world_size)))
 
     @property
@@ -488,10 +413,6 @@ class RoundDriver:
             optimizer_hooks.stop_listening(self, self.replica.parameters)
             self.algorithm.close()
             self.channel.close()
-            self._reducer.close()
+            self.reducer.close()
             if self._owns_world:
                 self._world.close()
-
-
-def _no_backward() -> None:
-    """Stands for a weak reference to a backward, when none is running."""

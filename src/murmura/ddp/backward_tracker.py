@@ -1,0 +1,68 @@
+"""Follows the backwards of a model: whether each of them synchronises, and when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+
+from murmura.ddp import hooks
+
+
+class BackwardTracker:
+    """Knows the backward that is running; `on_end`, a bound method held weakly, is called when it ends.
+
+    A backward that passes an output of the root is decided by the last forward of the root, inside `no_sync` or not,
+    as torch's DDP does. One that passes none is decided when it starts.
+    """
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self.in_no_sync = False
+        self.syncs = True  # whether the backward that is running, or ran last, synchronises
+        self._on_end = weakref.WeakMethod(on_end)
+        self._forward_syncs = True  # what the last forward of the root decided
+        self._is_decided = False  # whether that forward still waits for a backward
+        self._running: Callable[[], object] = _nothing  # a weak reference to the callback of the running backward
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a backward is running: one that raised is not, because torch drops its callback."""
+        return self._running() is not None
+
+    def forward(self) -> None:
+        """A forward of the root begins."""
+        self._forward_syncs = not self.in_no_sync
+        self._is_decided = True
+
+    def follow(self, *, through_root: bool) -> None:
+        """A backward is running, which may be new; `through_root` if it has reached an output of the root."""
+        if self.is_running:
+            return
+        self.syncs = self._forward_syncs if through_root or self._is_decided else not self.in_no_sync
+        reference = self._on_end
+
+        def end() -> None:
+            on_end = reference()
+            if on_end is not None:
+                on_end()
+
+        self._running = weakref.ref(end)
+        hooks.at_end_of_backward(end)
+
+    def ended(self, *, left_gradients: bool) -> None:
+        """The running backward has ended; torch.autograd.grad leaves no gradients, and the last forward undecided."""
+        self._running = _nothing
+        self._is_decided = self._is_decided and not left_gradients
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside it, forwards decide that their backward only accumulates."""
+        before, self.in_no_sync = self.in_no_sync, True
+        try:
+            yield
+        finally:
+            self.in_no_sync = before
+
+
+def _nothing() -> None:
+    """Stands for a weak reference, when no backward is running."""
