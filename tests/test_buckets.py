@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from murmura.buckets import FIRST_BUCKET_BYTES, Bucket, ParameterSpec, Tail, bucket_limit, plan_buckets
+from murmura.buckets import FIRST_BUCKET_BYTES, Bucket, ParameterSpec, bucket_limit, plan_buckets
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -111,16 +111,12 @@ def test_empty_parameters_travel_with_the_others() -> None:
 # The memory
 
 
-def test_gradients_lie_side_by_side_with_the_tail_behind() -> None:
+def test_gradients_lie_side_by_side() -> None:
     bucket = make_bucket(torch.zeros(2, 3), torch.zeros(4))
-    assert bucket.numel == 10
-    assert bucket.flat.numel() == 10 + 2 + 2  # a flag each, the weight, the fingerprint
+    assert bucket.numels == [6, 4]
     bucket.views[0].copy_(torch.arange(6.0).view(2, 3))
     bucket.views[1].copy_(torch.arange(6.0, 10.0))
-    assert bucket.gradients.tolist() == list(range(10))
-    assert bucket.tail.tolist() == [-1.0] * 4
-    bucket.tail.fill_(7)
-    assert bucket.flat.tolist() == [*range(10), 7, 7, 7, 7]
+    assert bucket.flat.tolist() == list(range(10))
 
 
 def test_the_memory_comes_from_the_given_allocator() -> None:
@@ -131,7 +127,7 @@ def test_the_memory_comes_from_the_given_allocator() -> None:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     Bucket(0, ["a"], [nn.Parameter(torch.zeros(5, dtype=torch.float64))], allocate)
-    assert asked == [(5 + 1 + 2, torch.float64, CPU)]
+    assert asked == [(5, torch.float64, CPU)]
 
 
 @pytest.mark.parametrize(
@@ -176,31 +172,11 @@ def test_a_parameter_with_gaps_gets_a_dense_view() -> None:
 def test_an_expanded_parameter_gets_memory_for_every_element() -> None:
     bucket = make_bucket(torch.zeros(3, 1).expand(3, 4))
     bucket.views[0].copy_(torch.arange(12.0).view(3, 4))
-    assert bucket.gradients.tolist() == list(range(12))
-
-
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_tail_comes_back_as_it_was_written(dtype: torch.dtype) -> None:
-    bucket = make_bucket(torch.zeros(2, dtype=dtype), torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype))
-    bucket.write_tail([True, False, True], 0.5, 126.0)
-    assert bucket.read_tail() == Tail([1.0, 0.0, 1.0], 0.5, 126.0)
-    assert bucket.gradients.tolist() == [-1.0] * 4
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_mean_of_tails_tells_shares_and_weights(dtype: torch.dtype) -> None:
-    buckets = [make_bucket(*(torch.zeros(1, dtype=dtype) for _ in range(3))) for _ in range(4)]
-    for rank, bucket in enumerate(buckets):
-        bucket.write_tail([True, False, rank == 2], float(rank % 2), 40.0)
-    buckets[0].flat.copy_(torch.stack([bucket.flat for bucket in buckets]).sum(0) / 4)
-    assert buckets[0].read_tail() == Tail([1.0, 0.0, 0.25], 0.5, 40.0)
+    assert bucket.flat.tolist() == list(range(12))
 
 
 def test_a_bucket_says_what_it_is() -> None:
-    assert repr(make_bucket(torch.zeros(3), torch.zeros(2), index=4)) == "Bucket(4, 2 parameters from 'p0', 36 bytes)"
+    assert repr(make_bucket(torch.zeros(3), torch.zeros(2), index=4)) == "Bucket(4, 2 parameters from 'p0', 20 bytes)"
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,6 @@ class Narrow(nn.Module):
 
 GRADIENTS, BUFFERS = 259, 20
 P = GRADIENTS + BUFFERS
-TAIL = 6 + 2  # behind the gradients of six parameters
 TASK = regression("sgd", torch.float32)
 
 
@@ -92,13 +91,17 @@ def test_shift_one_sends_the_weights_once() -> None:
 def test_low_precision_sends_eight_bits_to_each_neighbour() -> None:
     payload = MinMaxUInt8().payload_bytes(P, torch.float32)
     assert P < payload < P + 64
-    assert sent(lambda: LowPrecisionDecentralizedAlgorithm(True, 1)) == [[2 * payload] * 6] * SIZE
-    assert sent(lambda: LowPrecisionDecentralizedAlgorithm(True, 2)) == [[2 * payload, 0] * 3] * SIZE
+    assert sent(lambda: LowPrecisionDecentralizedAlgorithm(True, 1)) == [[2 * payload + VOTE] * 6] * SIZE
+    assert sent(lambda: LowPrecisionDecentralizedAlgorithm(True, 2)) == [[2 * payload + VOTE, 0] * 3] * SIZE
 
 
-def small_all_reduce(num_elements: int) -> int:
+def small_all_reduce(num_elements: int, element_bytes: int = 4) -> int:
     """Bytes that a rank sends for a buffer which is reduced in one exchange: it goes to everybody."""
-    return (SIZE - 1) * 4 * num_elements
+    return (SIZE - 1) * element_bytes * num_elements
+
+
+TAIL = small_all_reduce(6 + 2, element_bytes=8)  # once a round, for six parameters
+VOTE = small_all_reduce(1)  # before an exchange that follows the optimizer's step
 
 
 def compressed_exchange(num_elements: int) -> list[int]:
@@ -110,35 +113,35 @@ def compressed_exchange(num_elements: int) -> list[int]:
 
 def test_averages_of_weights_are_one_all_reduce() -> None:
     assert sent(lambda: DecentralizedAlgorithm(True, "all", 2)) == [[small_all_reduce(P), 0] * 3] * SIZE
-    assert sent(lambda: LocalSGDAlgorithm(2)) == [[0, small_all_reduce(P)] * 3] * SIZE
-    assert sent(lambda: DiLoCoAlgorithm(2)) == [[0, small_all_reduce(P)] * 3] * SIZE
+    assert sent(lambda: LocalSGDAlgorithm(2)) == [[0, small_all_reduce(P) + VOTE] * 3] * SIZE
+    assert sent(lambda: DiLoCoAlgorithm(2)) == [[0, small_all_reduce(P) + VOTE] * 3] * SIZE
 
 
-def test_gradients_are_one_all_reduce_with_their_tail() -> None:
-    assert sent(GradientAllReduceAlgorithm, keep_buffers=False) == [[small_all_reduce(GRADIENTS + TAIL)] * 6] * SIZE
+def test_gradients_are_one_all_reduce_and_their_tail_another() -> None:
+    assert sent(GradientAllReduceAlgorithm, keep_buffers=False) == [[small_all_reduce(GRADIENTS) + TAIL] * 6] * SIZE
 
 
 def test_bytegrad_sends_eight_bits_twice_and_the_tail() -> None:
     wanted = compressed_exchange(GRADIENTS)
-    assert sent(ByteGradAlgorithm, keep_buffers=False) == [[each + small_all_reduce(TAIL)] * 6 for each in wanted]
+    assert sent(ByteGradAlgorithm, keep_buffers=False) == [[each + TAIL] * 6 for each in wanted]
     headers = sum(wanted) / SIZE - 2 * (SIZE - 1) / SIZE * GRADIENTS
     assert 0 < headers <= 2 * (SIZE - 1) * 8  # a minimum and a maximum with each of six messages
 
 
 def test_a_compressed_outer_step_sends_eight_bits_twice_and_the_buffers_whole() -> None:
-    wanted = [[0, each + small_all_reduce(BUFFERS)] * 3 for each in compressed_exchange(GRADIENTS)]
+    wanted = [[0, each + small_all_reduce(BUFFERS) + VOTE] * 3 for each in compressed_exchange(GRADIENTS)]
     assert sent(lambda: DiLoCoAlgorithm(2, compressor=MinMaxUInt8())) == wanted
 
 
 def test_a_cast_sends_two_bytes_twice_and_the_tail() -> None:
     sizes = [2 * (chunk.stop - chunk.start) for chunk in chunks(GRADIENTS, SIZE)]
-    wanted = [sum(sizes) + (SIZE - 2) * own + small_all_reduce(TAIL) for own in sizes]
+    wanted = [sum(sizes) + (SIZE - 2) * own + TAIL for own in sizes]
     make = functools.partial(GradientAllReduceAlgorithm, compressor=Cast(torch.bfloat16))
     assert sent(make, keep_buffers=False) == [[each] * 6 for each in wanted]
 
 
-def test_qadam_sends_eight_bits_twice_after_its_warm_up_and_a_flag_for_each_parameter() -> None:
-    wanted = [each + small_all_reduce(6 + 1) for each in compressed_exchange(GRADIENTS)]
+def test_qadam_sends_eight_bits_twice_after_its_warm_up_and_flags() -> None:
+    wanted = [each + small_all_reduce(6 + 2) for each in compressed_exchange(GRADIENTS)]
     assert sent(QAdamAlgorithm, keep_buffers=False) == [[each] * 6 for each in wanted]
 
 
@@ -149,7 +152,7 @@ class Server(Algorithm):
 
 
 def test_a_parameter_server_gets_every_gradient_and_sends_the_mean_down_a_tree() -> None:
-    whole, agreement = 4 * (GRADIENTS + TAIL), (SIZE - 1) * 16
+    whole, agreement = 4 * GRADIENTS, (SIZE - 1) * 16
     num_children = [2, 1, 0, 0]
-    wanted = [agreement + (rank > 0) * whole + num_children[rank] * whole for rank in range(SIZE)]
+    wanted = [agreement + TAIL + (rank > 0) * whole + num_children[rank] * whole for rank in range(SIZE)]
     assert sent(Server, keep_buffers=False) == [[each] * 6 for each in wanted]

@@ -130,6 +130,7 @@ def train_scaled(transport: Transport, entry: Entry, task: Task, rounds: int) ->
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     run = Run()
     for number_ in range(rounds):
+        run.layouts.append([list(bucket.names) for bucket in ddp._replica.buckets])
         optimizer.zero_grad()
         scaler.scale(task.loss(ddp, task.shard(number_, 0, transport.rank))).backward()
         before = scaler.get_scale()
@@ -137,7 +138,6 @@ def train_scaled(transport: Transport, entry: Entry, task: Task, rounds: int) ->
         scaler.update()
         run.observed.append(scaler.get_scale() < before)
         run.flats.append(flat_of(ddp.module))
-        run.layouts.append([list(bucket.names) for bucket in ddp._replica.buckets])
     ddp.close()
     return run
 

@@ -97,9 +97,9 @@ def train(
     if begin is not None:
         begin(ddp.module, transport.rank)
     for number in range(steps):
+        run.layouts.append([list(bucket.names) for bucket in ddp._replica.buckets])
         step(ddp, optimizer, task, number, transport.rank, skip=(number, transport.rank) in skips)
         run.flats.append(flat_of(ddp.module))
-        run.layouts.append([list(bucket.names) for bucket in ddp._replica.buckets])
         if observe is not None:
             run.observed.append(observe(ddp))
     ddp.close()

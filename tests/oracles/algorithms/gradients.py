@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor, nn
 
-from oracles.algorithms.simulation import Feedback, Lossy, Replicas, Rule, lossy_mean, mean, total
+from oracles.algorithms.simulation import Feedback, Lossy, Replicas, Rule, chunks, lossy_mean, mean, total
 
 Layout = Sequence[Sequence[str]]
 LayoutOf = Callable[[int], Layout]
@@ -55,6 +55,26 @@ def exchanged(
     return lossy_mean(means, q, [len(team) for team in teams], subject)
 
 
+def moved(
+    lost: dict[Hashable, Tensor], layout: Layout, numels: dict[str, int], num_senders: int
+) -> dict[Hashable, Tensor]:
+    """What messages lost, which belongs to elements of parameters, for streams that are cut by another layout."""
+    by_name: dict[Hashable, dict[str, Tensor]] = {sender: {} for sender in (*range(num_senders), "mean")}
+    for names in dict.fromkeys(stream[0] for stream in lost):
+        for sender, parts in by_name.items():
+            flat = torch.cat([lost[names, number, sender] for number in range(num_senders)])
+            parts.update(zip(names, flat.split([numels[name] for name in names]), strict=True))
+    if not lost:
+        return {}
+    result: dict[Hashable, Tensor] = {}
+    for names in map(tuple, layout):
+        for sender, parts in by_name.items():
+            flat = torch.cat([parts[name] for name in names])
+            for number, chunk in enumerate(chunks(flat.numel(), num_senders)):
+                result[names, number, sender] = flat[chunk]
+    return result
+
+
 class AllReduce(Rule):
     """g <- mean g, or the sum; with `q`, q(mean q(g))."""
 
@@ -70,7 +90,11 @@ class AllReduce(Rule):
         self.average, self.q, self.hierarchical, self.layout = average, q, hierarchical, layout
 
     def after_backward(self, replicas: Replicas) -> None:
-        for names in layout_of(replicas.models, self.layout, replicas.round):
+        layout = layout_of(replicas.models, self.layout, replicas.round)
+        if isinstance(self.q, Feedback):
+            numels = {name: parameter.numel() for name, parameter in replicas.models[0].named_parameters()}
+            self.q.lost = moved(self.q.lost, layout, numels, len(replicas.teams(self.hierarchical)))
+        for names in layout:
             flats = gathered(replicas.models, names)
             if self.q is not None:
                 result = exchanged(replicas, flats, self.q, self.hierarchical, tuple(names))
