@@ -1,0 +1,167 @@
+"""One rank skips its optimizer's step, as GradScaler makes it, and the others do not: nobody waits for luck."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ddp.models import all_equal, fill, number, on_ranks, values, weight
+from murmura import (
+    DDP,
+    Checkpointer,
+    DecentralizedAlgorithm,
+    DiLoCoAlgorithm,
+    LocalSGDAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+    PeerTimeout,
+    QAdamAlgorithm,
+    QAdamOptimizer,
+    Transport,
+    TransportError,
+    average_losses,
+    run_world,
+)
+from worlds import SECONDS
+
+AFTER_STEP = {
+    "local_sgd": LocalSGDAlgorithm(1),
+    "diloco": DiLoCoAlgorithm(1),
+    "low_precision": LowPrecisionDecentralizedAlgorithm(),
+}
+
+Point = Callable[[DDP, Transport, Path], object]
+POINTS: dict[str, Point] = {
+    "average_losses": lambda ddp, transport, folder: average_losses(transport, 1.0, 1),
+    "all_reduce": lambda ddp, transport, folder: transport.all_reduce(torch.ones(1)),
+    "barrier": lambda ddp, transport, folder: transport.barrier(),
+    "a channel": lambda ddp, transport, folder: transport.channel("metrics").all_reduce(torch.ones(1)),
+    "join": lambda ddp, transport, folder: [None for _ in ddp.join([1])],
+    "save": lambda ddp, transport, folder: Checkpointer(folder).save(1, ddp=ddp),
+    "consensus": lambda ddp, transport, folder: ddp.consensus_distance(),
+    "set_algorithm": lambda ddp, transport, folder: ddp.set_algorithm("gradient_allreduce"),
+    "close": lambda ddp, transport, folder: ddp.close(),
+    "another model": lambda ddp, transport, folder: DDP(weight(), transport).close(),
+}
+
+
+def step(ddp: DDP, optimizer: torch.optim.Optimizer, value: float, *, skip: bool = False) -> None:
+    optimizer.zero_grad()
+    ddp(values(2, 4, seed=int(value))).square().mean().backward()
+    if not skip:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("name", AFTER_STEP)
+def test_a_rank_that_skips_joins_the_others_before_it_waits_for_them(name: str, point: str, tmp_path: Path) -> None:
+    def run(transport: Transport) -> list[torch.Tensor]:
+        ddp = DDP(fill(nn.Linear(4, 2)), transport, algorithm=AFTER_STEP[name])
+        with closing(ddp):
+            optimizer = torch.optim.SGD(ddp.module.parameters(), lr=0.1)
+            step(ddp, optimizer, transport.rank)
+            step(ddp, optimizer, transport.rank, skip=transport.rank == 1)
+            POINTS[point](ddp, transport, tmp_path)
+            return [each.detach().clone() for each in ddp.module.parameters()]
+
+    weights = run_world(run, 2, timeout=5)
+    if name != "low_precision":
+        assert all_equal(weights)
+
+
+@pytest.mark.parametrize("name", AFTER_STEP)
+def test_a_collective_between_backward_and_step_does_not_exchange_early(name: str) -> None:
+    """The loss is often averaged there: it must not count as a step that was skipped."""
+
+    def run(transport: Transport, logs: bool) -> torch.Tensor:
+        ddp = DDP(fill(nn.Linear(4, 2)), transport, algorithm=AFTER_STEP[name])
+        with closing(ddp):
+            optimizer = torch.optim.SGD(ddp.module.parameters(), lr=0.1)
+            for index in range(3):
+                optimizer.zero_grad()
+                ddp(values(2, 4, seed=10 * index + transport.rank)).square().mean().backward()
+                if logs:
+                    average_losses(transport, 1.0, 1)
+                    ddp.consensus_distance()
+                optimizer.step()
+            return ddp.module.weight.detach().clone()
+
+    for plain, logged in zip(on_ranks(run, 2, False), on_ranks(run, 2, True), strict=True):
+        assert torch.equal(plain, logged)
+
+
+def test_two_models_of_one_world_settle_for_each_other() -> None:
+    """As in a GAN: rank 1 skips a step of the first model, and then trains the second."""
+
+    def run(transport: Transport) -> float:
+        first = DDP(weight(), transport, algorithm=LocalSGDAlgorithm(1))
+        second = DDP(nn.BatchNorm1d(1), transport)
+        with closing(first), closing(second):
+            optimizer = torch.optim.SGD(first.module.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                first(number(transport.rank)).sum().backward()
+                if transport.rank == 0:
+                    optimizer.step()
+                second(torch.ones(2, 1)).sum().backward()
+            return first.module.weight.item()
+
+    first, second = run_world(run, 2, timeout=5)
+    assert first == second
+
+
+def test_all_ranks_skip_what_one_skips_under_qadam() -> None:
+    def run(transport: Transport) -> list[float]:
+        with closing(DDP(weight(), transport, algorithm=QAdamAlgorithm())) as ddp:
+            optimizer = QAdamOptimizer(ddp.module.parameters(), lr=0.1, warmup_steps=2)
+            seen = []
+            for index in range(6):
+                optimizer.zero_grad()
+                ddp(number(1 + transport.rank)).sum().backward()
+                if index != 3 or transport.rank != 1:
+                    optimizer.step()
+                average_losses(transport, 1.0, 1)
+                seen.append(ddp.module.weight.item())
+            return seen
+
+    first, second = run_world(run, 2, timeout=5)
+    assert first == second
+    assert first[3] == first[2]
+    assert first[4] < first[3]
+    assert first[5] < first[4]
+
+
+def test_the_deadline_tells_of_a_skipped_step() -> None:
+    """Something that murmura does not see as a collective stands between the skipped step and the next forward."""
+
+    def run(transport: Transport) -> None:
+        ddp = DDP(weight(), transport, algorithm=LocalSGDAlgorithm(1))
+        optimizer = torch.optim.SGD(ddp.module.parameters(), lr=0.1)
+        ddp(number(1)).sum().backward()
+        if transport.rank == 0:
+            with pytest.raises(PeerTimeout) as timeout:
+                optimizer.step()
+            assert timeout.value.peer == 1
+            (note,) = timeout.value.__notes__
+            assert "Rank 1 has not come to the exchange of weights after round 0. Did it skip" in note
+        else:
+            with pytest.raises(TransportError):
+                transport.recv(torch.zeros(1), 0, timeout=SECONDS)  # point to point: it concerns two ranks, not all
+
+    run_world(run, 2, timeout=1)
+
+
+@pytest.mark.parametrize("mode", ["all", "shift_one"])
+def test_an_average_whose_step_was_skipped_is_written_at_close(mode: str) -> None:
+    def run(transport: Transport) -> float:
+        ddp = DDP(weight(), transport, algorithm=DecentralizedAlgorithm(peer_selection_mode=mode))
+        ddp.module.weight.data.fill_(transport.rank)
+        ddp(number(1)).sum().backward()
+        ddp.close()
+        return ddp.module.weight.item()
+
+    assert on_ranks(run, 2) == [0.5, 0.5]
