@@ -20,6 +20,7 @@ from ddp.models import errors_on, on_ranks, weight
 from murmura import DDP, Checkpointer, CheckpointError, ConfigError, LocalSGDAlgorithm, Transport
 from murmura.recovery import files, manifest
 from murmura.recovery.files import Sum
+from recovery.programs import checkpoints_in
 
 
 def save(transport: Transport, folder: Path, *steps: int, algorithm: Any = None, keep: int = 3) -> None:
@@ -66,8 +67,7 @@ def test_a_full_disk(culprit: int, algorithm: Any, tmp_path: Path, monkeypatch: 
         assert story.endswith("Make room, or mend the folder, and save.")
         assert ddp.module.weight.item() == 2.0 + transport.rank  # not the mean
         transport.barrier()
-        left = sorted(path.name for path in tmp_path.iterdir())
-        assert left == ["step-000000001"]
+        assert checkpoints_in(tmp_path) == ["step-000000001"]
         before = load(transport, tmp_path, algorithm=algorithm)
         transport.barrier()
         fault.clear()
@@ -84,7 +84,7 @@ def test_too_little_room_is_found_at_the_first_save(tmp_path: Path, monkeypatch:
     for error in errors_on(save, 2, tmp_path, 1):
         assert isinstance(error, CheckpointError)
         assert "keep=3 needs room for 4 more" in str(error)
-    assert list(tmp_path.iterdir()) == []
+    assert checkpoints_in(tmp_path) == []
     on_ranks(lambda transport: save(transport, tmp_path, 1, 2, keep=1), 2)
 
 

@@ -13,6 +13,7 @@ from murmura.ddp import DDP
 from murmura.errors import ConfigError
 from murmura.recovery.files import probe
 from murmura.recovery.loading import Loading
+from murmura.recovery.lock import FolderLock
 from murmura.recovery.manifest import folder_name, steps_in
 from murmura.recovery.saving import Saving
 from murmura.recovery.stateful import Stateful
@@ -41,7 +42,8 @@ class Checkpointer:
 
     Every rank makes one on the same folder, which all of them must see. `save` and `load` are collective: an error on
     one rank is a `CheckpointError` on all of them, and leaves earlier checkpoints as they are. Nothing is unpickled
-    but tensors and plain values.
+    but tensors and plain values. From its first save on the folder is this job's alone: another job that saves there
+    gets a `CheckpointError`, and may load.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3) -> None:
@@ -53,6 +55,7 @@ class Checkpointer:
         self._known_step: int | None = None  # what this run saved or loaded last
         self._channel: tuple[Transport, Transport] | None = None  # that of a world, and one of our own beside it
         self._has_saved = False
+        self._lock = FolderLock(self.folder)
 
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint; None if there is none. Not collective."""
@@ -70,7 +73,7 @@ class Checkpointer:
         """
         step = operator.index(step)
         is_known = step == self._known_step
-        saving = Saving(self.folder, self.keep, self._channel_of(ddp), ddp, step, _given(parts), extra)
+        saving = Saving(self.folder, self.keep, self._channel_of(ddp), ddp, step, _given(parts), extra, self._lock)
         saving.run(is_known=is_known, is_first=not self._has_saved)
         self._known_step = step
         self._has_saved |= not is_known
