@@ -7,7 +7,7 @@ import operator
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from murmura.ddp import DDP
 from murmura.errors import ConfigError
@@ -47,10 +47,12 @@ class Checkpointer:
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3) -> None:
-        if keep < 1:
-            raise ConfigError(f"keep={keep}: keep at least 1 checkpoint.")
+        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+            raise ConfigError(f"folder={folder!r}: give the path of a folder, such as 'checkpoints'.")
+        if isinstance(keep, bool) or not isinstance(keep, SupportsIndex) or operator.index(keep) < 1:
+            raise ConfigError(f"keep={keep!r}: give the number of checkpoints to keep, a whole one from 1 on.")
         self.folder = Path(folder).absolute()
-        self.keep = keep
+        self.keep = operator.index(keep)
         probe(self.folder)
         self._known_step: int | None = None  # what this run saved or loaded last
         self._channel: tuple[Transport, Transport] | None = None  # that of a world, and one of our own beside it
