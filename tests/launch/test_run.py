@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import select
@@ -100,8 +101,10 @@ def test_a_signal_is_passed_on_and_no_rank_is_left(tmp_path: Path, number: signa
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
-def test_when_the_launcher_is_killed_its_ranks_end_too(tmp_path: Path) -> None:
-    line = ["env", f"TMPDIR={tmp_path}", *COMMAND, "-n", "2", write(tmp_path, STAY)]  # what it leaves, it leaves there
+def test_when_the_launcher_is_killed_its_ranks_end_too_and_nothing_is_left(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    line = ["env", f"TMPDIR={temporary}", *COMMAND, "-n", "2", write(tmp_path, STAY)]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         ranks = [os.pidfd_open(int(launcher.stdout.readline().split()[-1])) for _ in range(2)]
@@ -109,6 +112,13 @@ def test_when_the_launcher_is_killed_its_ranks_end_too(tmp_path: Path) -> None:
         for rank in ranks:
             assert select.select([rank], [], [], 10)[0], "a rank outlived its launcher"
             os.close(rank)
+    assert os.listdir(temporary) == []
+
+
+def test_torch_s_own_launcher_may_be_heard_again_afterwards(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "torch.distributed.elastic"):
+        assert run_here(write(tmp_path, TELL))[0] == 0
+        assert logging.getLogger("torch.distributed.elastic").level == logging.WARNING
 
 
 def test_after_a_failure_all_ranks_are_started_again_as_another_job(
