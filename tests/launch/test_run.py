@@ -11,12 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch.scripts import COMMAND, FAIL, ONCE, PORTS, STAY, TELL, murmura_run, write
+from launch.scripts import COMMAND, FAIL, ONCE, PORTS, STAY, STOP, TELL, murmura_run, write
 from murmura import ConfigError, DistributedConfig
 from murmura.launch.launcher import launch
 from murmura.launch.plan import LaunchPlan, num_cores, parse_num_ranks, read_secret
@@ -39,7 +40,7 @@ def test_every_rank_gets_its_place_and_its_arguments_and_its_output_carries_its_
     secret = tmp_path / "secret"
     secret.write_text("swordfish\n")
     options = ["--algorithm", "bytegrad", "--transport", "shared_memory", "--secret-file", str(secret)]
-    done = murmura_run("-n", "3", *options, write(tmp_path, TELL), "--lr", "0.1", "-n", "x")
+    done = murmura_run("-n", "3", *options, write(tmp_path, TELL), "--lr", "0.1", "-n", "x", OMP_NUM_THREADS="")
     assert done.returncode == 0, done.stderr
     said = told(done.stdout)
     assert sorted(said) == [0, 1, 2]
@@ -113,6 +114,15 @@ def test_when_the_launcher_is_killed_its_ranks_end_too_and_nothing_is_left(tmp_p
             assert select.select([rank], [], [], 10)[0], "a rank outlived its launcher"
             os.close(rank)
     assert os.listdir(temporary) == []
+
+
+@pytest.mark.timed
+def test_a_stopped_rank_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    began = time.monotonic()
+    status, said = run_here(write(tmp_path, STOP), str(tmp_path / "pid"), num_ranks=2)
+    assert time.monotonic() - began < 4
+    assert (status, said[-1].startswith("rank 0 on ")) == (3, True)
+    assert not os.path.exists(f"/proc/{(tmp_path / 'pid').read_text()}")
 
 
 def test_torch_s_own_launcher_may_be_heard_again_afterwards(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
