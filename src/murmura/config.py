@@ -156,13 +156,8 @@ def _meeting_faults(given: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(value := given.get(name), str | None):
             shown = name if name == "secret" else f"{name}={value!r}"
             yield f"{shown} is of type {type(value).__name__}. Pass a string or None."
-    yield from timeout_faults(given.get("timeout", 1.0))
-
-
-def timeout_faults(timeout: object) -> Iterator[str]:
-    """What is wrong with `timeout`, the seconds that a wait may last: infinity and NaN would remove the deadline."""
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not is_number or not 0 < timeout <= sys.float_info.max:  # type: ignore[operator]
+    timeout = given.get("timeout", 1.0)
+    if not (_is_integer(timeout) or isinstance(timeout, float)) or not 0 < timeout <= sys.float_info.max:
         yield f"timeout={timeout!r} is not a finite number above 0. Pass seconds."
 
 

@@ -169,6 +169,8 @@ def test_a_module_and_what_is_not_there(tmp_path: Path) -> None:
         ({"num_nodes": 2}, "need --coordinator HOST:PORT"),
         ({"num_nodes": 2, "coordinator": "nohost"}, "is not host:port"),
         ({"max_restarts": -1}, "give 0 or more"),
+        ({"timeout": float("nan")}, r"MURMURA_TIMEOUT.* has 1 fault:\s+- timeout=nan is not a finite number"),
+        ({"timeout": 0.0}, "timeout=0.0 is not"),
     ],
 )
 def test_a_plan_that_cannot_work_is_refused(options: dict[str, Any], words: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
-from murmura.config import timeout_faults
+from murmura.config import find_faults, raise_faults
 from murmura.errors import ConfigError
 from murmura.launch.processes import run_processes
 from murmura.launch.threads import run_threads
@@ -65,12 +65,11 @@ def run_world(
     if not callable(fn):
         raise ConfigError(f"fn={fn!r} cannot be called: give the function that every rank runs.")
     if not _is_whole(world_size) or world_size < 1:
-        raise ConfigError(f"world_size={world_size!r}: give a whole number of ranks, at least one.")
+        raise ConfigError(f"world_size={world_size!r}: a world has at least one rank. Give a whole number.")
     if hosts is not None and not _is_place_list(hosts, world_size):
         raise ConfigError(f"hosts={hosts!r}: name a host from 0 on for each of the {world_size} ranks: [0, 0, 1, 1].")
-    for fault in timeout_faults(600.0 if timeout is None else timeout):
-        raise ConfigError(fault)
-    seconds = 600.0 if timeout is None else float(timeout)
+    seconds = 600.0 if timeout is None else timeout
+    raise_faults(find_faults({"timeout": seconds}), "run_world")
     if world is WorldKind.THREADS:
         return run_threads(fn, world_size, args, hosts, seconds)
     return run_processes(fn, world_size, args, hosts, seconds, chosen)
