@@ -43,9 +43,7 @@ class QAdamOptimizer(Optimizer):
         if not isinstance(betas, Sequence) or len(betas) != 2 or not all(is_real(b) and 0 <= b < 1 for b in betas):
             faults.append(f"betas={betas!r} must be two numbers from 0 up to below 1.")
         if not is_real(warmup_steps) or warmup_steps < 1 or isinstance(warmup_steps, float):
-            faults.append(
-                f"warmup_steps={warmup_steps!r} must be a whole number from 1 on: the second moment is measured then."
-            )
+            faults.append(f"warmup_steps={warmup_steps!r} must be a whole number, at least 1: v is measured there.")
         if faults:
             raise ConfigError("\n".join(faults))
         choices = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}

@@ -82,7 +82,7 @@ def _take(path: Path) -> _Held:
 def _lock(path: Path) -> int | None:
     """An open and locked file at `path`; None if locks do not exist here, which is said in the log."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             if fcntl is None:
                 raise OSError(errno.ENOSYS, "this system has no flock")
