@@ -62,7 +62,7 @@ if __name__ == "__main__":
             run_world(train, 2, folder, 17, kind="processes")
         except PeerLost as error:
             print(f"in step 17: {str(error).splitlines()[0]}")
-        print("complete checkpoints:", ", ".join(sorted(path.name for path in folder.iterdir())))
+        print("complete checkpoints:", ", ".join(sorted(path.name for path in folder.glob("step-*"))))
 
         (weights, begin), _ = run_world(train, 2, folder, kind="processes")
         same = torch.equal(weights, uninterrupted)

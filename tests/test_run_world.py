@@ -184,12 +184,20 @@ def test_settings_that_make_no_sense() -> None:
         ({"kind": "processes", "transport": "in_process"}, "processes"),
         ({"timeout": 0.0}, "timeout"),
         ({"timeout": -1.0}, "timeout"),
+        ({"timeout": float("nan")}, "timeout=nan is not a finite number above 0"),
+        ({"timeout": float("inf")}, "timeout=inf"),
+        ({"timeout": "x"}, "timeout='x'"),
         ({"hosts": [0]}, "host"),
+        ({"hosts": "x"}, r"hosts='x': name a host from 0 on for each of the 2 ranks"),
+        ({"hosts": "xy"}, "hosts='xy'"),
+        ({"hosts": [0, -1]}, r"hosts=\[0, -1\]"),
+        ({"hosts": [0, None]}, r"hosts=\[0, None\]"),
+        ({"hosts": 2}, "hosts=2"),
         ({"kind": "processes", "hosts": [0]}, "host"),
     ):
         with pytest.raises(ConfigError, match=words):
             run_world(tell_place, 2, **settings)
-    for size in (0, -1):
+    for size in (0, -1, 2.0, True, "2", None):
         with pytest.raises(ConfigError, match="at least one rank"):
             run_world(tell_place, size)
 

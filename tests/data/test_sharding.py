@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 
 from murmura import ConfigError, UsageError, run_world
-from murmura.data import ShardedSampler
+from murmura.data import ShardedSampler, loader
 
 SIZES = (1, 2, 3, 4, 5, 7, 8)
 LENGTHS = (0, 1, 3, 8, 1001)
@@ -130,3 +132,21 @@ def test_nonsense_is_refused() -> None:
         ShardedSampler(-1, (0, 2))
     with pytest.raises(UsageError, match="epoch=-1"):
         ShardedSampler(10, (0, 2)).set_epoch(-1)
+
+
+@pytest.mark.parametrize("value", [-1, 2.5, float("nan"), True, None, "x"])
+def test_numbers_that_are_none_are_refused_by_their_name(value: Any) -> None:
+    sampler = ShardedSampler(10, (0, 2))
+    attempts = {
+        "seed": lambda: ShardedSampler(10, (0, 2), seed=value),
+        "rank": lambda: ShardedSampler(10, (value, 2)),
+        "world_size": lambda: ShardedSampler(10, (0, value)),
+        "batch_size": lambda: loader(range(10), (0, 2), batch_size=value),  # type: ignore[arg-type]
+        "epoch": lambda: sampler.set_epoch(value),
+        "num_samples": lambda: sampler.advance(value),
+        "transport": lambda: ShardedSampler(10, value),
+    }
+    for name, attempt in attempts.items():
+        with pytest.raises((ConfigError, UsageError), match=re.escape(f"{name}={value!r} ")):
+            attempt()
+    assert (sampler.epoch, sampler.position) == (0, 0)

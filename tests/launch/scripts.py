@@ -42,6 +42,26 @@ signal.signal(signal.SIGINT, leave)
 print("pid", os.getpid())
 signal.pause()
 """
+STOP = """
+import os, signal, sys, time
+from pathlib import Path
+told = Path(sys.argv[1])
+if os.environ["RANK"] == "1":
+    told.with_suffix(".new").write_text(str(os.getpid()))
+    told.with_suffix(".new").rename(told)
+    os.kill(os.getpid(), signal.SIGSTOP)
+while not told.exists() or Path(f"/proc/{told.read_text()}/stat").read_text().rpartition(") ")[2][0] != "T":
+    time.sleep(0.01)
+sys.exit(3)
+"""
+REDUCE = """
+import murmura, torch
+with murmura.connect() as transport:
+    transport.barrier()
+    print("at work")
+    while True:
+        transport.all_reduce(torch.ones(10))
+"""
 PORTS = """
 import os, murmura
 with murmura.connect() as transport:

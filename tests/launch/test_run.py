@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import select
@@ -10,12 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch.scripts import COMMAND, FAIL, ONCE, PORTS, STAY, TELL, murmura_run, write
+from launch.scripts import COMMAND, FAIL, ONCE, PORTS, STAY, STOP, TELL, murmura_run, write
 from murmura import ConfigError, DistributedConfig
 from murmura.launch.launcher import launch
 from murmura.launch.plan import LaunchPlan, num_cores, parse_num_ranks, read_secret
@@ -38,7 +40,7 @@ def test_every_rank_gets_its_place_and_its_arguments_and_its_output_carries_its_
     secret = tmp_path / "secret"
     secret.write_text("swordfish\n")
     options = ["--algorithm", "bytegrad", "--transport", "shared_memory", "--secret-file", str(secret)]
-    done = murmura_run("-n", "3", *options, write(tmp_path, TELL), "--lr", "0.1", "-n", "x")
+    done = murmura_run("-n", "3", *options, write(tmp_path, TELL), "--lr", "0.1", "-n", "x", OMP_NUM_THREADS="")
     assert done.returncode == 0, done.stderr
     said = told(done.stdout)
     assert sorted(said) == [0, 1, 2]
@@ -100,8 +102,10 @@ def test_a_signal_is_passed_on_and_no_rank_is_left(tmp_path: Path, number: signa
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
-def test_when_the_launcher_is_killed_its_ranks_end_too(tmp_path: Path) -> None:
-    line = ["env", f"TMPDIR={tmp_path}", *COMMAND, "-n", "2", write(tmp_path, STAY)]  # what it leaves, it leaves there
+def test_when_the_launcher_is_killed_its_ranks_end_too_and_nothing_is_left(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    line = ["env", f"TMPDIR={temporary}", *COMMAND, "-n", "2", write(tmp_path, STAY)]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         ranks = [os.pidfd_open(int(launcher.stdout.readline().split()[-1])) for _ in range(2)]
@@ -109,6 +113,22 @@ def test_when_the_launcher_is_killed_its_ranks_end_too(tmp_path: Path) -> None:
         for rank in ranks:
             assert select.select([rank], [], [], 10)[0], "a rank outlived its launcher"
             os.close(rank)
+    assert os.listdir(temporary) == []
+
+
+@pytest.mark.timed
+def test_a_stopped_rank_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    began = time.monotonic()
+    status, said = run_here(write(tmp_path, STOP), str(tmp_path / "pid"), num_ranks=2)
+    assert time.monotonic() - began < 4
+    assert (status, said[-1].startswith("rank 0 on ")) == (3, True)
+    assert not os.path.exists(f"/proc/{(tmp_path / 'pid').read_text()}")
+
+
+def test_torch_s_own_launcher_may_be_heard_again_afterwards(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "torch.distributed.elastic"):
+        assert run_here(write(tmp_path, TELL))[0] == 0
+        assert logging.getLogger("torch.distributed.elastic").level == logging.WARNING
 
 
 def test_after_a_failure_all_ranks_are_started_again_as_another_job(
@@ -149,6 +169,8 @@ def test_a_module_and_what_is_not_there(tmp_path: Path) -> None:
         ({"num_nodes": 2}, "need --coordinator HOST:PORT"),
         ({"num_nodes": 2, "coordinator": "nohost"}, "is not host:port"),
         ({"max_restarts": -1}, "give 0 or more"),
+        ({"timeout": float("nan")}, r"MURMURA_TIMEOUT.* has 1 fault:\s+- timeout=nan is not a finite number"),
+        ({"timeout": 0.0}, "timeout=0.0 is not"),
     ],
 )
 def test_a_plan_that_cannot_work_is_refused(options: dict[str, Any], words: str) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch.scripts import COMMAND, FAIL, ONCE, write
+from launch.scripts import COMMAND, FAIL, ONCE, REDUCE, write
 from launch.test_secret import ADVICE, as_threads, free_port
 from murmura import ConfigError, RendezvousError
 from murmura.launch.nodes import Nodes
 from murmura.launch.plan import Attempt, LaunchPlan
+from murmura.launch.verdict import Failure
 
 Done = tuple[int, str, str]  # status, standard output, standard error
 
@@ -100,6 +104,90 @@ def test_a_port_that_is_taken_is_not_shared_with_another_job() -> None:
     with pytest.raises(ConfigError, match=r"host 0 cannot listen at .* Choose another one"):
         Nodes(plan)
     del first
+
+
+# While ranks are at work
+
+
+def agreed(**options: Any) -> list[tuple[Nodes, Attempt]]:
+    """Two launchers that have agreed on an attempt."""
+    address = f"127.0.0.1:{free_port()}"
+
+    def agree(node: int) -> tuple[Nodes, Attempt]:
+        plan = {"num_ranks": 1, "num_nodes": 2, "node_rank": node, "coordinator": address, "timeout": 20.0}
+        nodes = Nodes(LaunchPlan(command=("true",), **{**plan, **options}))
+        return nodes, nodes.agree(0)
+
+    return as_threads(lambda: agree(0), lambda: agree(1))
+
+
+@pytest.mark.parametrize("secret", ["", "swordfish"])
+def test_a_host_that_ends_early_stays_as_long_as_the_others_work(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("murmura.launch.nodes.NEWS_SECONDS", 0.05)
+    (first, first_attempt), (second, attempt) = agreed(timeout=0.5, secret=secret)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(first.settle, first_attempt, None)
+        deadline = time.monotonic() + 1.2
+        while time.monotonic() < deadline:  # more than the time-out
+            assert not second.has_failure(attempt)
+            assert not ended.done()
+        assert second.settle(attempt, None) is None
+        assert ended.result(10) is None
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("failure", [None, Failure(0, "here", 1, "PeerLost", 4)], ids=["working", "failed"])
+def test_a_launcher_that_dies_is_missed(failure: Failure | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("murmura.launch.nodes.NEWS_SECONDS", 0.05)
+    monkeypatch.setattr("murmura.launch.nodes.SILENT_SECONDS", 0.5 if failure is None else 60.0)
+    monkeypatch.setattr("murmura.launch.nodes.SILENT_AFTER_FAILURE_SECONDS", 0.5)
+    (first, first_attempt), (second, attempt) = agreed()
+    assert not second.has_failure(attempt)  # its last heartbeat
+    began = time.monotonic()
+    if failure is None:
+        while not first.has_failure(first_attempt):
+            assert time.monotonic() - began < 5
+    found = first.settle(first_attempt, failure)
+    assert time.monotonic() - began < 3
+    assert found is not None
+    assert (found.rank, found.exit_status) == (None, 1)
+    assert str(found).startswith(f"the launcher on host 1 ({platform.node()}) is gone:\nIt has been silent for ")
+    assert second.has_failure(attempt)  # so says node 0, if it was only asleep
+
+
+@pytest.mark.timed
+def test_a_host_0_that_is_not_there_is_missed_at_the_deadline(capfd: pytest.CaptureFixture[str]) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    plan = LaunchPlan(command=("true",), num_ranks=1, num_nodes=2, node_rank=1, coordinator=address, timeout=2.0)
+    began = time.monotonic()
+    with pytest.raises(RendezvousError, match=rf"host 1 did not reach .* host 0 at {address} within 2.0 s"):
+        Nodes(plan)
+    assert time.monotonic() - began < 2.0 * 1.1 + 1.0
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [0, 1])
+def test_when_a_launcher_is_killed_the_other_host_ends_soon(dead: int, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    line = [*COMMAND, "-n", "1", "--nnodes", "2", "--coordinator", address]
+    script = write(tmp_path, REDUCE)
+    launchers = [
+        subprocess.Popen([*line, "--node-rank", str(node), script], stdout=subprocess.PIPE, text=True)
+        for node in range(2)
+    ]
+    try:
+        assert [launcher.stdout and launcher.stdout.readline() for launcher in launchers] == [
+            f"[rank {rank}] at work\n" for rank in range(2)
+        ]
+        began = time.monotonic()
+        launchers[dead].kill()
+        assert launchers[1 - dead].wait(40) == 1
+        assert time.monotonic() - began < 10
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.communicate()
 
 
 def test_a_failure_on_one_host_ends_the_other_and_is_shown_on_both(tmp_path: Path) -> None:

@@ -141,3 +141,8 @@ def train(
     ddp.close()
     buffers = [buffer.double().reshape(-1) for buffer in torch_model.buffers()]
     return torch.cat([weights_of(torch_model).double(), *buffers]), steps, rounds
+
+
+def checkpoints_in(folder: Path) -> list[str]:
+    """All names in the folder but that of its lock, which is there as long as somebody may still save."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")

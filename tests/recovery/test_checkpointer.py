@@ -30,7 +30,7 @@ from murmura import (
     run_world,
 )
 from murmura.recovery import Restored
-from recovery.programs import train
+from recovery.programs import checkpoints_in, train
 from worlds import SECONDS
 
 
@@ -88,7 +88,7 @@ def test_the_newest_are_kept_and_any_of_them_can_be_loaded(tmp_path: Path, caplo
             checkpointer.save(step, ddp=wrap(transport, step))
 
     on_ranks(save, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000004", "step-000000005"]
+    assert checkpoints_in(tmp_path) == ["step-000000004", "step-000000005"]
     assert on_ranks(load, 2, tmp_path)[1] == (Restored(5, None, tmp_path / "step-000000005"), 5.0)
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
@@ -195,7 +195,7 @@ def test_ranks_that_save_different_things_are_told_so(tmp_path: Path) -> None:
     for error in errors_on(save, 3):
         assert isinstance(error, UsageError)
         assert "rank 0 saves step 4 with ['memory'], and rank 1 step 5 with ['memory']" in str(error)
-    assert list(tmp_path.iterdir()) == []
+    assert checkpoints_in(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_what_could_not_be_loaded_is_not_saved(options: Any, words: str, tmp_pat
     for error in errors_on(lambda transport: Checkpointer(tmp_path).save(ddp=wrap(transport), **call), 2):
         assert isinstance(error, CheckpointError)
         assert re.search(words, str(error))
-    assert list(tmp_path.iterdir()) == []
+    assert checkpoints_in(tmp_path) == []
 
 
 # Everything else that a model and an algorithm may have

@@ -172,5 +172,5 @@ def _check(sync_interval_ms: int, sync_interval_rounds: int | None, warmup_round
     at_least_one(sync_interval_ms=sync_interval_ms)
     if sync_interval_rounds is not None:
         at_least_one(sync_interval_rounds=sync_interval_rounds)
-    if not isinstance(warmup_rounds, int) or warmup_rounds < 0:
-        raise ConfigError(f"warmup_rounds={warmup_rounds} must be a whole number, at least 0.")
+    if not isinstance(warmup_rounds, int) or isinstance(warmup_rounds, bool) or warmup_rounds < 0:
+        raise ConfigError(f"warmup_rounds={warmup_rounds!r} must be a whole number, at least 0.")

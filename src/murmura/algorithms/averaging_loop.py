@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from murmura.errors import MurmuraError, PeerLost, TransportClosed
+from murmura.errors import MurmuraError, PeerLost, PeerTimeout, TransportClosed
 from murmura.transports.base import Transport
 from murmura.types import ReduceOp
 
 log = logging.getLogger("murmura")
 
 TICK_SECONDS = 0.05
+MARGIN_SECONDS = 0.5
 GRACE_SECONDS = 5.0
 """How long a rank that stops waits for the others' votes before it leaves all the same."""
 
@@ -51,6 +52,8 @@ class AveragingLoop:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._is_error_told = False
+        self._is_closed = False
         self._at_exit: weakref.finalize[..., AveragingLoop] | None = None
 
     def start(self) -> None:
@@ -71,20 +74,34 @@ class AveragingLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """Let all ranks stop after the next vote, and wait for it; idempotent. A correction on its way stays."""
+        """Let all ranks stop after the next vote, and wait for it; idempotent. A correction on its way stays.
+
+        Raises the error that the thread ended with, and `PeerTimeout` if it does not end.
+        """
         self._stopping.set()
         if self._thread is not None:
-            self._thread.join(self._channel.timeout)  # an average under way is finished first
+            # An average under way is finished first. If it times out, its own error names the peer: let that come.
+            self._thread.join(self._channel.timeout + MARGIN_SECONDS)
+            if self._thread.is_alive():
+                raise PeerTimeout(
+                    f"rank {self._channel.rank} waited {self._channel.timeout:.1f} s for the average under way to end, "
+                    "and it has not. Are the other ranks stuck, or is the timeout shorter than an average takes?",
+                    rank=self._channel.rank,
+                    operation="stopping the averages",
+                )
+        self._raise_error()
 
     def close(self) -> None:
         """As `stop`, but leave in any case, also if the others are stuck; the channel is of no use afterwards."""
         if self._thread is not None:
             _end(self._stopping, self._thread, self._channel)
+        self._is_closed = True
+        if self._error is not None and not self._is_error_told:  # closing must work: no error, but not silence either
+            self._is_error_told = True
+            log.error("averaging had failed after the last round: %s", self._error)
 
     def boundary(self, read: Callable[[Sequence[Tensor]], None], add: Callable[[Sequence[Tensor]], None]) -> None:
         """Training is between two rounds: `add` what has come to the weights, and `read` them if that is wanted."""
-        if self._error is not None:
-            raise self._error
         self.correct(add)
         if self._turn is _Turn.SNAPSHOT:
             read(self._snapshot)
@@ -92,10 +109,17 @@ class AveragingLoop:
             self._turn = _Turn.AVERAGE
 
     def correct(self, add: Callable[[Sequence[Tensor]], None]) -> None:
-        """`add` what has come to the weights, if anything has."""
+        """`add` what has come to the weights, if anything has; raises the error that the thread ended with."""
+        if not self._is_closed:
+            self._raise_error()
         if self._turn is _Turn.CORRECTION:
             add(self._correction)
             self._turn = _Turn.PAUSE
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            self._is_error_told = True
+            raise self._error
 
     def vote(self, last: float) -> float | None:
         """One turn of the thread, given the time of the last average; returns that of the newest, or None to end."""

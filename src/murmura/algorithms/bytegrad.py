@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl
-from murmura.algorithms.checks import instances_of
+from murmura.algorithms.checks import instances_of, yes_or_no
 from murmura.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from murmura.compressors import Compressor, MinMaxUInt8
 
@@ -42,4 +42,5 @@ class ByteGradAlgorithm(Algorithm):
     compressor: Compressor = field(default_factory=MinMaxUInt8, kw_only=True)
 
     def __post_init__(self) -> None:
+        yes_or_no(hierarchical=self.hierarchical, average=self.average)
         instances_of(Compressor, compressor=self.compressor)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
+
 from murmura.errors import ConfigError
 
 
@@ -10,6 +13,18 @@ def instances_of(kind: type, **choices: object) -> None:
     for name, value in choices.items():
         if not isinstance(value, kind):
             raise ConfigError(f"{name}={value!r} is no {kind.__name__}: give an object, such as {kind.__name__}(...).")
+
+
+def yes_or_no(**choices: object) -> None:
+    """Raise `ConfigError` unless each of `choices` is True or False."""
+    for name, value in choices.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r} must be True or False.")
+
+
+def is_real(value: object) -> bool:
+    """Whether `value` is a finite number."""
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
 def at_least_one(**choices: int) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from murmura.algorithms.background import Background, Handover
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
-from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.checks import at_least_one, yes_or_no
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.peers import shift_one_peer
 from murmura.algorithms.weights import FlatWeights
@@ -166,5 +166,6 @@ class DecentralizedAlgorithm(Algorithm):
     communication_interval: int = 1
 
     def __post_init__(self) -> None:
+        yes_or_no(hierarchical=self.hierarchical)
         at_least_one(communication_interval=self.communication_interval)
         parse(PeerSelection, self.peer_selection_mode, "peer_selection_mode")

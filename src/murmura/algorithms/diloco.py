@@ -11,7 +11,7 @@ from torch import Tensor
 
 from murmura.algorithms.after_step import AfterStepImpl
 from murmura.algorithms.base import Algorithm, AlgorithmImpl
-from murmura.algorithms.checks import at_least_one, instances_of
+from murmura.algorithms.checks import at_least_one, instances_of, is_real
 from murmura.algorithms.compressed import CompressedMean, Residual
 from murmura.algorithms.weights import FlatWeights, as_real
 from murmura.compressors import Compressor
@@ -150,7 +150,8 @@ class DiLoCoAlgorithm(Algorithm):
 
 def _check(interval: int, outer_lr: float, outer_momentum: float) -> None:
     at_least_one(interval=interval)
-    if not outer_lr > 0 or not 0 <= outer_momentum < 1:
+    if not is_real(outer_lr) or not outer_lr > 0 or not is_real(outer_momentum) or not 0 <= outer_momentum < 1:
         raise ConfigError(
-            f"outer_lr={outer_lr} must be above 0, and outer_momentum={outer_momentum} from 0 up to below 1."
+            f"outer_lr={outer_lr!r} must be a number above 0, and outer_momentum={outer_momentum!r} one from 0 up to "
+            "below 1."
         )

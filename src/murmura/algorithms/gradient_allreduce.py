@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
-from murmura.algorithms.checks import instances_of
+from murmura.algorithms.checks import instances_of, yes_or_no
 from murmura.algorithms.compressed import CompressedMean, Residual
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.weights import as_real
@@ -137,5 +137,6 @@ class GradientAllReduceAlgorithm(Algorithm):
     compressor: Compressor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        yes_or_no(hierarchical=self.hierarchical, average=self.average)
         if self.compressor is not None:
             instances_of(Compressor, compressor=self.compressor)

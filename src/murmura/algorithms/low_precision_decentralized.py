@@ -12,7 +12,7 @@ from torch import Tensor
 
 from murmura.algorithms.after_step import AfterStepImpl
 from murmura.algorithms.base import Algorithm, AlgorithmImpl
-from murmura.algorithms.checks import at_least_one, instances_of
+from murmura.algorithms.checks import at_least_one, instances_of, yes_or_no
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.peers import ring_neighbours
 from murmura.algorithms.pieces import Sideline, cut
@@ -183,6 +183,8 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
     compressor: Compressor = field(default_factory=MinMaxUInt8, kw_only=True)
 
     def __post_init__(self) -> None:
+        yes_or_no(hierarchical=self.hierarchical)
+        instances_of(Compressor, compressor=self.compressor)
         _check(self.communication_interval, self.compressor)
 
 

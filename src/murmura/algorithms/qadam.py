@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
+from murmura.algorithms.checks import instances_of, yes_or_no
 from murmura.algorithms.compressed import CompressedMean
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer
@@ -182,3 +183,8 @@ class QAdamAlgorithm(Algorithm):
 
     optimizer: QAdamOptimizer | None = None
     hierarchical: bool = True
+
+    def __post_init__(self) -> None:
+        yes_or_no(hierarchical=self.hierarchical)
+        if self.optimizer is not None:
+            instances_of(QAdamOptimizer, optimizer=self.optimizer)

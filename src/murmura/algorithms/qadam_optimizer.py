@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
+from murmura.algorithms.checks import is_real
 from murmura.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -35,17 +36,30 @@ class QAdamOptimizer(Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         faults = []
-        if not lr >= 0 or not eps > 0 or not weight_decay >= 0:
-            faults.append(f"lr={lr} and weight_decay={weight_decay} must be at least 0, eps={eps} above 0.")
-        if not all(0 <= beta < 1 for beta in betas):
-            faults.append(f"betas={betas} must be from 0 up to below 1.")
-        if warmup_steps < 1:
-            faults.append(f"warmup_steps={warmup_steps} must be at least 1: the second moment is measured there.")
+        numbers = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
+        for name, value in numbers.items():
+            if not is_real(value) or value < 0 or (name == "eps" and value == 0):
+                faults.append(f"{name}={value!r} must be a number {'above' if name == 'eps' else 'of at least'} 0.")
+        if not isinstance(betas, Sequence) or len(betas) != 2 or not all(is_real(b) and 0 <= b < 1 for b in betas):
+            faults.append(f"betas={betas!r} must be two numbers from 0 up to below 1.")
+        if not is_real(warmup_steps) or warmup_steps < 1 or isinstance(warmup_steps, float):
+            faults.append(f"warmup_steps={warmup_steps!r} must be a whole number, at least 1: v is measured there.")
         if faults:
             raise ConfigError("\n".join(faults))
         choices = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**choices, "warmup_steps": warmup_steps, "num_steps": 0})
         self._folded = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dtype == torch.float16:
+                self.param_groups.pop()
+                raise ConfigError(
+                    f"QAdamOptimizer was given a float16 parameter of shape {tuple(parameter.shape)}: there eps and "
+                    "the second moment vanish, and weights become NaN. Keep float32 weights, and compute in float16 "
+                    "with torch.autocast and a GradScaler."
+                )
 
     @property
     def is_warm(self) -> bool:

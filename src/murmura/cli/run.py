@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from murmura.algorithms.names import algorithm_named
 from murmura.cli.failures import told_plainly
 from murmura.config import seconds, setting_from_env
 from murmura.launch.launcher import launch
@@ -63,6 +64,7 @@ def run(
         if transport is not None:
             variables["MURMURA_TRANSPORT"] = str(parse(TransportKind, transport, "transport"))
         if algorithm is not None:
+            algorithm_named(algorithm)  # a wrong name is told here, once, and not by every rank
             variables["MURMURA_ALGORITHM"] = algorithm
         cores = num_cores()
         if num_ranks > 1 and not omp_num_threads:

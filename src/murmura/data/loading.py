@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from murmura.data.sharding import ShardedSampler, derive_seed
+from murmura.data.sharding import ShardedSampler, derive_seed, whole_number
 from murmura.errors import ConfigError
 from murmura.transports.base import Transport
 
@@ -72,8 +72,7 @@ class Loader:
                 "an IterableDataset has no indices that could be dealt out to the ranks. Let it give each rank its "
                 "share itself, and build a torch DataLoader on it."
             )
-        if batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size} must be at least 1.")
+        batch_size = whole_number("batch_size", batch_size, 1)
         self.sampler = ShardedSampler(dataset, transport, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
         if self.sampler.num_samples < self.sampler.world_size:
             raise ConfigError(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from murmura.errors import ConfigError, UsageError
+from murmura.errors import ConfigError, MurmuraError, UsageError
 from murmura.transports.base import Transport
 
 
@@ -45,10 +45,8 @@ class ShardedSampler(Sampler[int]):
     ) -> None:
         self.rank, self.world_size = _place(transport)
         self.num_samples = _length(data)
-        if seed < 0:
-            raise ConfigError(f"seed={seed} must not be negative.")
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = whole_number("seed", seed, 0)
         self.drop_last = drop_last
         self.epoch = 0
         self._start = 0  # how many samples all ranks had consumed when this pass began
@@ -73,12 +71,11 @@ class ShardedSampler(Sampler[int]):
 
     def advance(self, num_samples: int) -> None:
         """This rank has consumed `num_samples` more."""
-        self._num_consumed += operator.index(num_samples)
+        self._num_consumed += whole_number("num_samples", num_samples, 0, UsageError)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch`; if that is the present one, its position stays."""
-        if epoch < 0:
-            raise UsageError(f"epoch={epoch} must not be negative.")
+        epoch = whole_number("epoch", epoch, 0, UsageError)
         if epoch != self.epoch:
             self.epoch = epoch
             self.rewind()
@@ -114,16 +111,26 @@ class ShardedSampler(Sampler[int]):
         return torch.randperm(self.num_samples, generator=generator)
 
 
+def whole_number(name: str, value: Any, least: int, error: type[MurmuraError] = ConfigError) -> int:
+    """`value` as an int; an `error` that names the argument unless it is one of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < least:
+        raise error(f"{name}={value!r} must be a whole number, at least {least}.")
+    return operator.index(value)
+
+
 def derive_seed(*numbers: int) -> int:
     """A seed that depends on all `numbers`, and differs wherever one of them does."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _place(transport: Transport | tuple[int, int]) -> tuple[int, int]:
-    if isinstance(transport, tuple):
-        rank, world_size = transport
-    else:
-        rank, world_size = transport.rank, transport.world_size
+    try:
+        rank, world_size = transport if isinstance(transport, tuple) else (transport.rank, transport.world_size)
+    except (AttributeError, ValueError):
+        raise ConfigError(
+            f"transport={transport!r} is no place in a world. Pass a transport, or (rank, world_size)."
+        ) from None
+    rank, world_size = whole_number("rank", rank, 0), whole_number("world_size", world_size, 1)
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} is none of a world of {world_size}. Pass a transport, or (rank, world_size).")
     return rank, world_size

@@ -7,7 +7,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import IO
 
 from murmura.errors import ConfigError, PeerLost, PeerTimeout
@@ -84,8 +83,7 @@ def run_shown(hosts: Sequence[Host], words: Sequence[str], ranks_per_host: int, 
         for rank, (host, variables) in enumerate(places(hosts, ranks_per_host))
     ]
     try:
-        with tempfile.TemporaryDirectory(prefix="murmura-run-") as folder:
-            ends = run_crew(members, Path(folder), show=True)
+        ends = run_crew(members, None)
     except SignalException as told:
         say(f"ended by {told.sigval.name}, which was passed on to the ranks.")
         return 128 + told.sigval

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,17 @@ from torch.distributed.elastic.multiprocessing import (
     start_processes,
 )
 
+from murmura.launch.limits import make_sure_of_descriptors, refusals_told
 from murmura.launch.verdict import End
 
 __all__ = ["Member", "SignalException", "run_crew"]
 
 POLL_SECONDS = 0.05
 LAST_WORDS_SECONDS = 4.0  # for the other ranks to notice that one has failed, and to say what that meant to them
-END_SECONDS = 30  # for a rank that was asked to end, to save its work, before it is killed
+END_SECONDS = 30  # after a signal to the launcher: for a rank to save its work, before it is killed
+END_AFTER_FAILURE_SECONDS = 5  # the same after another rank's failure, when ranks can save nothing together
+KILL_SECONDS = 5  # for the kernel to remove a killed process
+DESCRIPTORS_PER_RANK = 6  # two files, each opened by us, to be written by the rank, and to be shown
 READ_BYTES = 2**16  # of what a rank wrote last
 
 # Becomes the program named by its arguments, which gets SIGTERM if this launcher is killed (prctl, PR_SET_PDEATHSIG).
@@ -54,13 +59,22 @@ class Member:
 
 
 class Files(LogsSpecs):
-    """Each rank's output in two files of a folder; shown on the console too, or not."""
+    """Each rank's output in two files: of a folder, or without a name and shown on the console."""
 
-    def __init__(self, folder: Path, ranks: Sequence[int], *, show: bool) -> None:
-        super().__init__(str(folder))
-        self.outputs = {index: str(folder / f"rank{rank}.out") for index, rank in enumerate(ranks)}
-        self.errors = {index: str(folder / f"rank{rank}.err") for index, rank in enumerate(ranks)}
-        self._show = show
+    def __init__(self, folder: Path | None, ranks: Sequence[int], held: contextlib.ExitStack) -> None:
+        super().__init__(None if folder is None else str(folder))
+        self._show = folder is None
+        if folder is None and not os.path.isdir("/proc/self/fd"):  # macOS: files have names, and a kill leaves them
+            folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="murmura-run-")))
+
+        def path(name: str) -> str:
+            if folder is not None:
+                return str(folder / name)
+            file = held.enter_context(tempfile.TemporaryFile())  # gone with this process, even if it is killed
+            return f"/proc/self/fd/{file.fileno()}"
+
+        self.outputs = {index: path(f"rank{rank}.out") for index, rank in enumerate(ranks)}
+        self.errors = {index: path(f"rank{rank}.err") for index, rank in enumerate(ranks)}
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         shown = (self.outputs, self.errors) if self._show else ({}, {})
@@ -72,40 +86,62 @@ class Files(LogsSpecs):
 
 
 def run_crew(
-    members: Sequence[Member], folder: Path, *, show: bool, should_end: Callable[[], bool] = lambda: False
+    members: Sequence[Member], folder: Path | None, *, should_end: Callable[[], bool] = lambda: False
 ) -> list[End]:
     """Run the members to their end and return how they ended, in order; afterwards none of them is left.
 
-    When one fails, or `should_end`, the others have `LAST_WORDS_SECONDS` to end by themselves. A signal to this
-    process is passed on to them, and then raised as torch's `SignalException`.
+    Their output goes to files in `folder`, or is shown. When one fails, or `should_end`, the others have
+    `LAST_WORDS_SECONDS` to end by themselves. A signal to this process is passed on to them, and then raised as
+    torch's `SignalException`. `should_end` is asked until all have ended.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    files = Files(folder, [member.rank for member in members], show=show)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it warns of, we tell
     order: list[int] = []
-    with _signal_handlers_restored():
-        context = _start(members, files)
+    with contextlib.ExitStack() as held:
+        held.enter_context(_signal_handlers_restored())
+        held.enter_context(_torch_is_quiet())
+        with refusals_told(f"{len(members)} ranks cannot be started"):
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+            # All of them before the first rank is started: torch would leave those that it has started already.
+            make_sure_of_descriptors(DESCRIPTORS_PER_RANK * len(members) + 4)
+            files = Files(folder, [member.rank for member in members], held)
+            context = _start(members, files)
         try:
             _watch(context, order, should_end)
         except SignalException as told:
-            try:
-                context.close(told.sigval, END_SECONDS)
-            except SignalException:  # told twice: no more patience
-                context.close(signal.SIGKILL, END_SECONDS)
+            with contextlib.suppress(SignalException):  # told twice: no more patience
+                _end(context, told.sigval, END_SECONDS, should_end)
             raise
+        else:
+            _end(context, signal.SIGTERM, END_AFTER_FAILURE_SECONDS, should_end)
         finally:
-            context.close(signal.SIGTERM, END_SECONDS)
+            context.close(signal.SIGKILL, KILL_SECONDS)
             sys.stdout.flush()
-    ended = [index for index in range(len(members)) if index not in order]
-    return [
-        End(
-            members[index].rank,
-            context.subprocess_handlers[index].proc.returncode,
-            _tail(files.errors[index]),
-            was_ended=index in ended,
-        )
-        for index in [*order, *ended]
-    ]
+        ended = [index for index in range(len(members)) if index not in order]
+        return [
+            End(
+                members[index].rank,
+                # None: even SIGKILL does not end a process that waits inside a driver or for a dead file server
+                context.subprocess_handlers[index].proc.returncode or 0,
+                _tail(files.errors[index]),
+                was_ended=index in ended,
+            )
+            for index in [*order, *ended]
+        ]
+
+
+def _end(context: SubprocessContext, number: signal.Signals, patience: float, tick: Callable[[], object]) -> None:
+    """Ask all ranks to end, and wait until they have, or for `patience` seconds."""
+    deadline = time.monotonic() + patience
+    for handler in context.subprocess_handlers.values():
+        for each in (number, signal.SIGCONT):  # a stopped rank would not hear of it
+            if handler.proc.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(handler.proc.pid, each)
+    while any(handler.proc.poll() is None for handler in context.subprocess_handlers.values()):
+        if time.monotonic() > deadline:
+            return
+        tick()
+        time.sleep(POLL_SECONDS)
 
 
 def _start(members: Sequence[Member], files: Files) -> SubprocessContext:
@@ -132,6 +168,18 @@ def _signal_handlers_restored() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _torch_is_quiet() -> Iterator[None]:
+    """What torch's own launcher warns of while ranks run, we tell."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _watch(context: SubprocessContext, order: list[int], should_end: Callable[[], bool]) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import signal
 import socket
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from murmura.errors import ConfigError
 from murmura.launch.crew import Member, SignalException, run_crew
+from murmura.launch.limits import advice_on
 from murmura.launch.nodes import Nodes
 from murmura.launch.plan import Attempt, LaunchPlan
 from murmura.launch.verdict import Failure, judge
@@ -23,6 +25,7 @@ def launch(plan: LaunchPlan, say: Callable[[str], None]) -> int:
     Must be called in the main thread: signals to this process are passed on to the ranks. On one host nothing listens
     on any port; with several, the launcher of node 0 does.
     """
+    _make_log_dir(plan)
     try:
         nodes = Nodes(plan) if plan.num_nodes > 1 else None
         failure = None
@@ -52,18 +55,18 @@ def _run(plan: LaunchPlan, attempt: Attempt, nodes: Nodes | None) -> Failure | N
         for local_rank in range(plan.num_ranks)
     ]
     try:
-        with _folder(plan, attempt) as folder:
-            ends = run_crew(
-                members,
-                folder,
-                show=plan.log_dir is None,
-                should_end=lambda: nodes is not None and nodes.has_failure(attempt),
-            )
+        ends = run_crew(
+            members,
+            _log_folder(plan, attempt),
+            should_end=lambda: nodes is not None and nodes.has_failure(attempt),
+        )
     except SignalException as told:
         if nodes is not None:
             nodes.tell(attempt, Failure(None, host, -told.sigval, "It ended its ranks.", 0))
         raise
     failure = judge(ends, lambda rank: host)
+    if failure is not None and (advice := advice_on(failure.words)):
+        failure = replace(failure, words=f"{failure.words}\n{advice}")
     if nodes is None:
         return failure
     if failure is None and any(end.was_ended for end in ends):  # because of another host, whose launcher may be gone
@@ -84,11 +87,22 @@ def _on_one_host(plan: LaunchPlan, number: int) -> Attempt:
     )
 
 
-@contextlib.contextmanager
-def _folder(plan: LaunchPlan, attempt: Attempt) -> Iterator[Path]:
-    """Where the ranks' output goes: a folder of the user's, or one that is gone afterwards."""
-    if plan.log_dir is not None:
-        yield plan.log_dir if attempt.number == 0 else plan.log_dir / f"restart{attempt.number}"
+def _log_folder(plan: LaunchPlan, attempt: Attempt) -> Path | None:
+    if plan.log_dir is None or attempt.number == 0:
+        return plan.log_dir
+    return plan.log_dir / f"restart{attempt.number}"
+
+
+def _make_log_dir(plan: LaunchPlan) -> None:
+    """Before anybody is waited for: a folder that cannot be written is a `ConfigError`."""
+    if plan.log_dir is None:
         return
-    with tempfile.TemporaryDirectory(prefix="murmura-run-") as folder:
-        yield Path(folder)
+    try:
+        plan.log_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=plan.log_dir):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the ranks' output cannot be written to --log-dir {plan.log_dir}: {error.strerror}. Give a folder that "
+            "this process may write to, or one that is not there yet."
+        ) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from murmura.config import parse_address
+from murmura.config import find_faults, parse_address, raise_faults
 from murmura.errors import ConfigError
 
 
@@ -47,6 +47,7 @@ class LaunchPlan:
                 f"host {self.node_rank} of {self.num_nodes}: --node-rank counts from 0 to --nnodes - 1, another one on "
                 "each host."
             )
+        raise_faults(find_faults({"timeout": self.timeout}), "murmura run (MURMURA_TIMEOUT)")
         if self.max_restarts < 0:
             raise ConfigError(f"--max-restarts {self.max_restarts}: give 0 or more.")
         if self.num_nodes > 1 and not self.coordinator:

@@ -6,6 +6,7 @@ later worlds start in milliseconds. Ranks never fork a process that has run torc
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -23,9 +24,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from murmura.errors import MurmuraError, PeerLost, UsageError
+from murmura.launch.limits import refusals_told
 from murmura.launch.outcomes import Outcome, as_raised, root_cause, stuck
+from murmura.launch.plan import num_cores
 from murmura.transports.base import Transport
 from murmura.transports.hierarchical import HierarchicalTransport
 from murmura.transports.process_group import ProcessGroupTransport
@@ -65,21 +69,26 @@ def run_processes(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "murmura"])
     job = uuid.uuid4().hex
-    num_threads = max(1, len(os.sched_getaffinity(0)) // world_size)
+    num_threads = max(1, num_cores() // world_size)
     processes: list[Any] = []
     pipes: dict[Any, int] = {}
     outcomes: list[Outcome] = []
-    folder = tempfile.mkdtemp(prefix="murmura-") if transport is not TransportKind.SHARED_MEMORY else ""
-    store_file = os.path.join(folder, "store")
+    folder = ""
     try:
+        if transport is not TransportKind.SHARED_MEMORY:
+            with refusals_told("the ranks have no temporary folder to meet in"):
+                folder = tempfile.mkdtemp(prefix="murmura-")
+        store_file = os.path.join(folder, "store")
         for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
             birth = _Birth(rank, world_size, job, work, hosts, timeout, num_threads, transport, store_file)
-            process = context.Process(target=_live, args=(birth, theirs), name=f"murmura-rank{rank}", daemon=True)
-            _start(process)
-            theirs.close()
+            with refusals_told(f"the process of rank {rank} of {world_size} cannot be started"):
+                ours, theirs = context.Pipe(duplex=False)
+                pipes[ours] = rank
+                with theirs:
+                    name = f"murmura-rank{rank}"
+                    process = context.Process(target=_live, args=(birth, theirs), name=name, daemon=True)
+                    _start(process)
             processes.append(process)
-            pipes[ours] = rank
         _collect(processes, pipes, outcomes, timeout)
         failure = root_cause(outcomes)
         if failure is not None:
@@ -223,6 +232,18 @@ def _work(birth: _Birth) -> bytes:
 
 
 def _join(birth: _Birth) -> Transport:
+    with refusals_told("this rank cannot join its world"):
+        try:
+            return _join_over(birth)
+        except dist.DistStoreError as error:  # the file that is the store; says no more than an OSError does
+            raise OSError(_errno_of(str(error)), str(error), birth.store_file) from error
+
+
+def _errno_of(words: str) -> int | None:
+    return next((number for number in errno.errorcode if os.strerror(number) in words), None)
+
+
+def _join_over(birth: _Birth) -> Transport:
     rank, size = birth.rank, birth.world_size
     if birth.transport is TransportKind.SHARED_MEMORY:
         return SharedMemoryTransport.join(birth.job, rank, size, hosts=birth.hosts, timeout=birth.timeout)

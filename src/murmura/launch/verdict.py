@@ -36,6 +36,7 @@ class Failure:
     status: int
     words: str
     weight: int
+    is_gone: bool = False  # a launcher of which nothing has been heard
 
     @property
     def exit_status(self) -> int:
@@ -44,7 +45,7 @@ class Failure:
 
     def __str__(self) -> str:
         who = f"rank {self.rank}" if self.rank is not None else "the launcher"
-        headline = f"{who} on {self.host} {fate(self.status)}"
+        headline = f"{who} on {self.host} {'is gone' if self.is_gone else fate(self.status)}"
         return f"{headline}:\n{self.words}" if self.words else f"{headline}. It printed nothing on standard error."
 
     def to_json(self) -> str:
@@ -63,6 +64,7 @@ class Failure:
             told["status"],
             str(told.get("words")),
             told["weight"],
+            told.get("is_gone") is True,
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
+from murmura.config import find_faults, raise_faults
 from murmura.errors import ConfigError
 from murmura.launch.processes import run_processes
 from murmura.launch.threads import run_threads
@@ -61,11 +62,26 @@ def run_world(
     if chosen not in legal:
         choices = " or ".join(repr(str(each)) for each in legal)
         raise ConfigError(f"transport='{chosen}' does not join {kind}. With kind='{kind}' take {choices}.")
-    if world_size < 1:
-        raise ConfigError(f"world_size={world_size}: a world has at least one rank.")
-    if timeout is not None and not timeout > 0:
-        raise ConfigError(f"timeout={timeout}: give the seconds any wait may last.")
+    if not callable(fn):
+        raise ConfigError(f"fn={fn!r} cannot be called: give the function that every rank runs.")
+    if not _is_whole(world_size) or world_size < 1:
+        raise ConfigError(f"world_size={world_size!r}: a world has at least one rank. Give a whole number.")
+    if hosts is not None and not _is_place_list(hosts, world_size):
+        raise ConfigError(f"hosts={hosts!r}: name a host from 0 on for each of the {world_size} ranks: [0, 0, 1, 1].")
     seconds = 600.0 if timeout is None else timeout
+    raise_faults(find_faults({"timeout": seconds}), "run_world")
     if world is WorldKind.THREADS:
         return run_threads(fn, world_size, args, hosts, seconds)
     return run_processes(fn, world_size, args, hosts, seconds, chosen)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_place_list(hosts: object, world_size: int) -> bool:
+    return (
+        isinstance(hosts, Sequence)
+        and len(hosts) == world_size
+        and all(_is_whole(host) and host >= 0 for host in hosts)
+    )

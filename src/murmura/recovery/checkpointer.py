@@ -7,12 +7,13 @@ import operator
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from murmura.ddp import DDP
 from murmura.errors import ConfigError
 from murmura.recovery.files import probe
 from murmura.recovery.loading import Loading
+from murmura.recovery.lock import FolderLock
 from murmura.recovery.manifest import folder_name, steps_in
 from murmura.recovery.saving import Saving
 from murmura.recovery.stateful import Stateful
@@ -41,18 +42,22 @@ class Checkpointer:
 
     Every rank makes one on the same folder, which all of them must see. `save` and `load` are collective: an error on
     one rank is a `CheckpointError` on all of them, and leaves earlier checkpoints as they are. Nothing is unpickled
-    but tensors and plain values.
+    but tensors and plain values. From its first save on the folder is this job's alone: another job that saves there
+    gets a `CheckpointError`, and may load.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3) -> None:
-        if keep < 1:
-            raise ConfigError(f"keep={keep}: keep at least 1 checkpoint.")
+        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+            raise ConfigError(f"folder={folder!r}: give the path of a folder, such as 'checkpoints'.")
+        if isinstance(keep, bool) or not isinstance(keep, SupportsIndex) or operator.index(keep) < 1:
+            raise ConfigError(f"keep={keep!r}: give the number of checkpoints to keep, a whole one from 1 on.")
         self.folder = Path(folder).absolute()
-        self.keep = keep
+        self.keep = operator.index(keep)
         probe(self.folder)
         self._known_step: int | None = None  # what this run saved or loaded last
         self._channel: tuple[Transport, Transport] | None = None  # that of a world, and one of our own beside it
         self._has_saved = False
+        self._lock = FolderLock(self.folder)
 
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint; None if there is none. Not collective."""
@@ -70,7 +75,7 @@ class Checkpointer:
         """
         step = operator.index(step)
         is_known = step == self._known_step
-        saving = Saving(self.folder, self.keep, self._channel_of(ddp), ddp, step, _given(parts), extra)
+        saving = Saving(self.folder, self.keep, self._channel_of(ddp), ddp, step, _given(parts), extra, self._lock)
         saving.run(is_known=is_known, is_first=not self._has_saved)
         self._known_step = step
         self._has_saved |= not is_known

@@ -75,11 +75,9 @@ def write_tensors(path: Path, tree: dict[str, Any]) -> Sum:
     try:
         torch.load(path, weights_only=True, mmap=True, map_location="cpu")  # the tensors themselves are not read
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"a {found[1]}" if found else "an object"
         raise UsageError(
-            f"{what} cannot be saved: reading it back would run code out of the file. Keep tensors, numbers, strings, "
-            "lists and dicts in state_dict(), for instance float(x) in the place of a numpy number."
+            f"{_forbidden(error)} cannot be saved: reading it back would run code out of the file. Keep tensors, "
+            "numbers, strings, lists and dicts in state_dict(), for instance float(x) in the place of a numpy number."
         ) from None
     return hashing.sum()
 
@@ -87,8 +85,24 @@ def write_tensors(path: Path, tree: dict[str, Any]) -> Sum:
 def read_tensors(path: Path, wanted: Sum) -> dict[str, Any]:
     """What `write_tensors` wrote, on the CPU; a `CheckpointError` if the file is not what it was."""
     check_sum(path, wanted)
-    tree: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    try:
+        tree: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    except OSError:
+        raise
+    except Exception as error:  # its sum is right, so it was made by hand: whatever torch meets in it
+        # Torch's own words are not repeated: they advise to read the file without weights_only, and so to run it.
+        what = f"holds {_forbidden(error)}" if isinstance(error, pickle.UnpicklingError) else "is in another format"
+        raise CheckpointError(
+            f"{path} {what}, and only tensors and plain values are read: a checkpoint runs no code. "
+            "It was not written by Checkpointer, so ask where it comes from"
+        ) from None
     return tree
+
+
+def _forbidden(error: pickle.UnpicklingError) -> str:
+    """What `torch.load` did not want to make."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return f"a {found[1]}" if found else "an object"
 
 
 def check_sum(path: Path, wanted: Sum) -> None:
@@ -125,20 +139,15 @@ def sync_folder(path: Path) -> None:
 
 
 def probe(folder: Path) -> None:
-    """Make `folder`, and write, read and remove a file in it; a `ConfigError` if any of that fails."""
+    """Make `folder`, and write and read a file in it; a `ConfigError` if any of that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         os.listdir(folder)
-        descriptor, name = tempfile.mkstemp(prefix=".probe-", dir=folder)
-        try:
-            os.write(descriptor, b"murmura")
-            os.fsync(descriptor)
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            os.read(descriptor, 7)
-        finally:
-            os.close(descriptor)
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(name)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:  # without a name, so that a kill leaves none
+            file.write(b"murmura")
+            os.fsync(file.fileno())
+            file.seek(0)
+            file.read()
     except OSError as error:
         raise ConfigError(
             f"checkpoints cannot be written to {folder}: {words(error)}. Give a folder that this process may read and "

@@ -20,6 +20,7 @@ from murmura.ddp import DDP
 from murmura.errors import UsageError
 from murmura.recovery import manifest as manifests
 from murmura.recovery.files import Sum, sync_folder, write_tensors, write_text
+from murmura.recovery.lock import FolderLock
 from murmura.recovery.manifest import Manifest, folder_name, steps_in
 from murmura.recovery.randomness import random_state
 from murmura.recovery.sameness import digest, num_bytes
@@ -43,15 +44,18 @@ class Saving:
         step: int,
         parts: Mapping[str, Stateful],
         extra: Any,
+        lock: FolderLock,
     ) -> None:
         self._folder = folder
         self._keep = keep
+        self._lock = lock
         self._channel = channel
         self._is_rank_0 = channel.rank == 0
         self._ddp = ddp
         self._step = step
         self._parts = parts
         self._extra = extra
+        self._has_begun = False
         self._final = folder / folder_name(step)
         self._partial = manifests.partial(self._final)
         advice = (
@@ -61,8 +65,12 @@ class Saving:
 
     def run(self, *, is_known: bool, is_first: bool) -> None:
         """`is_known`: this very step is there already. `is_first`: whether there is room has not been looked at."""
+        with contextlib.ExitStack() as locked:
+            self._run(locked, is_known, is_first)
+
+    def _run(self, locked: contextlib.ExitStack, is_known: bool, is_first: bool) -> None:
         try:
-            said = self._together(lambda: self._begin(is_known))
+            said = self._together(lambda: self._begin(locked, is_known))
             _check_same([each["what"] for each in said])
             if is_known:
                 return
@@ -74,15 +82,15 @@ class Saving:
             sums = self._write(own, common)
             self._together(lambda: self._complete(sums))
         except BaseException:
-            if self._is_rank_0:
+            if self._is_rank_0 and self._has_begun:  # else it is another's
                 shutil.rmtree(self._partial, ignore_errors=True)
             raise
         if self._is_rank_0:
             log.info("step %d is saved: %s", self._step, self._final)
             _prune(self._folder, self._keep)
 
-    def _begin(self, is_known: bool) -> dict[str, Any]:
-        """Refuse what cannot be saved; rank 0 makes the folder to write in."""
+    def _begin(self, locked: contextlib.ExitStack, is_known: bool) -> dict[str, Any]:
+        """Refuse what cannot be saved; rank 0 locks the folder, and makes the one to write in."""
         if self._step < 0:
             raise UsageError("a step counts from 0")
         try:
@@ -95,6 +103,8 @@ class Saving:
             if not callable(getattr(part, "state_dict", None)):
                 raise UsageError(f"{name}={type(part).__name__} has no state_dict(). Pass plain values as extra=")
         if self._is_rank_0 and not is_known:
+            locked.enter_context(self._lock.writing())
+            self._has_begun = True
             latest = max(steps_in(self._folder), default=-1)
             if latest >= self._step:
                 raise UsageError(

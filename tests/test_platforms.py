@@ -1,0 +1,33 @@
+"""What other systems lack is missed only by what needs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from murmura import Transport, run_world
+
+NOT_A_UNIX = """
+import sys
+for name in ("fcntl", "resource", "pwd", "grp", "termios"):
+    sys.modules[name] = None
+import murmura, murmura.cli.main
+print(murmura.run_world(lambda transport: transport.rank, 2))
+"""
+
+
+def rank_of(transport: Transport) -> int:
+    return transport.rank
+
+
+def test_murmura_is_imported_where_the_modules_of_unix_are_missing() -> None:
+    done = subprocess.run([sys.executable, "-c", NOT_A_UNIX], capture_output=True, text=True, timeout=50)
+    assert (done.stdout, done.returncode) == ("[0, 1]\n", 0), done.stderr
+
+
+def test_processes_start_where_the_affinity_of_a_process_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert run_world(rank_of, 2, kind="processes", transport="gloo") == [0, 1]
