@@ -165,3 +165,20 @@ def test_an_average_whose_step_was_skipped_is_written_at_close(mode: str) -> Non
         return ddp.module.weight.item()
 
     assert on_ranks(run, 2) == [0.5, 0.5]
+
+
+def test_settle_comes_before_a_collective_that_cannot_be_seen() -> None:
+    def run(transport: Transport) -> float:
+        with closing(DDP(weight(), transport, algorithm=LocalSGDAlgorithm(1))) as ddp:
+            optimizer = torch.optim.SGD(ddp.module.parameters(), lr=1.0)
+            ddp(number(2)).sum().backward()
+            if transport.rank == 0:
+                optimizer.step()
+            ddp.settle()
+            if transport.rank == 0:
+                transport.send(torch.ones(1), 1)
+            else:
+                transport.recv(torch.zeros(1), 0)
+            return ddp.module.weight.item()
+
+    assert run_world(run, 2, timeout=5) == [0.0, 0.0]

@@ -155,6 +155,15 @@ class DDP(nn.Module):
         """As `sync_gradients`, to the bit, with all buckets in flight."""
         self._driver.sync(one_by_one=False)
 
+    def settle(self) -> None:
+        """Do what an optimizer's step that was skipped on this rank still owes the others. Collective.
+
+        Every method here that needs it does it by itself, and so does every murmura collective. Call it before a
+        collective that murmura cannot see, such as torch.distributed's own, where ranks may skip steps one by one.
+        Refused while gradients of backwards inside `no_sync` wait for their exchange.
+        """
+        self._driver.settle_for_good()
+
     def broadcast_parameters(self, root: int = 0) -> None:
         """Take over parameters and buffers of `root`, in place: optimizers built before stay valid. Collective."""
         self._driver.before_load()
@@ -189,7 +198,7 @@ class DDP(nn.Module):
         Every rank calls it, between an optimizer's step and the next forward: what waits for a step that was skipped is
         done first. Refused while gradients of backwards inside `no_sync` wait for their exchange.
         """
-        self._driver.saves()
+        self.settle()
         return {
             "name": type(self.algorithm).__name__,
             "round": self._replica.round,

@@ -158,8 +158,8 @@ class RoundDriver:
             self._owes_buffers = False
             broadcast_together(self.channel, self.replica.buffers, 0)
 
-    def saves(self) -> None:
-        """The state is about to be read: refuse where gradients would be lost, and settle."""
+    def settle_for_good(self) -> None:
+        """As `settle`, before the state is read; refused where that would lose gradients."""
         self._notice_exception()
         if self.round.phase is Phase.ACCUMULATED and not self._has_gradients():
             self.round.apply(Event.DISCARD)

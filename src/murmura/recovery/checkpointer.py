@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import operator
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
+
+from torch.optim import Optimizer
 
 from murmura.ddp import DDP
 from murmura.errors import ConfigError
@@ -74,6 +77,8 @@ class Checkpointer:
             parts: ``optimizer=``, ``scheduler=``, ``sampler=``, ``scaler=``, or any other name: what has a state_dict.
         """
         step = operator.index(step)
+        ddp.settle()
+        _tell_of_optimizers(ddp, parts)
         is_known = step == self._known_step
         saving = Saving(self.folder, self.keep, self._channel_of(ddp), ddp, step, _given(parts), extra, self._lock)
         saving.run(is_known=is_known, is_first=not self._has_saved)
@@ -94,6 +99,7 @@ class Checkpointer:
         found = Loading(self.folder, self._channel_of(ddp), ddp, _given(parts)).run(step)
         if found is None:
             return None
+        _tell_of_optimizers(ddp, parts)
         self._known_step = found.step
         newest = self.latest()
         if newest is not None and newest > found.step:
@@ -110,5 +116,11 @@ class Checkpointer:
         return self._channel[1]
 
 
-def _given(parts: dict[str, Stateful | None]) -> dict[str, Stateful]:
+def _tell_of_optimizers(ddp: DDP, parts: Mapping[str, Stateful | None]) -> None:
+    for part in _given(parts).values():
+        if isinstance(part, Optimizer):
+            ddp.remember_optimizer(part)
+
+
+def _given(parts: Mapping[str, Stateful | None]) -> dict[str, Stateful]:
     return {name: part for name, part in sorted(parts.items()) if part is not None}
