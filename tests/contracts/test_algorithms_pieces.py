@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import closing
 
 import pytest
 import torch
@@ -21,9 +23,9 @@ from murmura import (
     Transport,
     run_world,
 )
-from murmura.algorithms import compressed, low_precision_decentralized
+from murmura.algorithms import compressed, gradient_allreduce, low_precision_decentralized
+from murmura.algorithms.codec_thread import CodecThread, cut
 from murmura.algorithms.compressed import CompressedMean
-from murmura.algorithms.pieces import Sideline, cut
 from worlds import SECONDS
 
 CPU = torch.device("cpu")
@@ -66,7 +68,8 @@ def mean_of(
     """The mean and, by message, what this rank sent for it."""
     traced = TracedTransport(transport)
     flat = values(numel, seed=transport.rank)
-    CompressedMean(traced, flat, compressor, shares=shares)(flat)
+    with closing(CodecThread()) as codec:
+        CompressedMean(traced, flat, compressor, codec, shares=shares)(flat)
     return flat, [each.sent_bytes for each in traced.operations]
 
 
@@ -89,10 +92,10 @@ def test_a_mean_in_pieces_has_the_same_bits_and_bytes(monkeypatch: pytest.Monkey
 def test_training_in_pieces_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, size: int, algorithm: type) -> None:
     cuts: list[int] = []
 
-    class Counting(Sideline):
-        def __init__(self, num_pieces: int) -> None:
+    class Counting(CodecThread):
+        def start(self, work: Callable[[], None], *, num_pieces: int) -> Future[None]:
             cuts.append(num_pieces)
-            super().__init__(num_pieces)
+            return super().start(work, num_pieces=num_pieces)
 
     def train() -> list[list[Tensor]]:
         chosen = algorithm(hierarchical=False, compressor=MinMaxUInt8(block_size=16))
@@ -101,7 +104,8 @@ def test_training_in_pieces_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, s
     whole = train()
     for module in (low_precision_decentralized, compressed):
         monkeypatch.setattr(module, "PIECE_ELEMENTS", 32)
-        monkeypatch.setattr(module, "Sideline", Counting)
+    for module in (low_precision_decentralized, gradient_allreduce):
+        monkeypatch.setattr(module, "CodecThread", Counting)
     in_pieces = train()
     numel = sum(each.numel() for each in perceptron().parameters())
     assert set(cuts) == {(numel if algorithm is LowPrecisionDecentralizedAlgorithm else numel // size) // 32}
@@ -111,14 +115,13 @@ def test_training_in_pieces_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, s
 
 def test_work_beside_an_exchange_is_done_in_order_and_its_error_is_told() -> None:
     done: list[int] = []
-    with Sideline(2) as sideline:
-        tickets = [sideline.start(lambda number=number: done.append(number)) for number in range(5)]  # type: ignore[misc]
-        tickets[-1].wait(SECONDS)
+    with closing(CodecThread()) as codec:
+        futures = [codec.start(lambda number=number: done.append(number), num_pieces=2) for number in range(5)]  # type: ignore[misc]
+        futures[-1].result(SECONDS)
         assert done == [0, 1, 2, 3, 4]
 
         def fail() -> None:
             raise ValueError("no")
 
-        failed = sideline.start(fail)
         with pytest.raises(ValueError, match="no"):
-            failed.wait(SECONDS)
+            codec.start(fail, num_pieces=2).result(SECONDS)

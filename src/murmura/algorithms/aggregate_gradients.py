@@ -9,7 +9,6 @@ from murmura.aggregation import GradientAggregator
 from murmura.algorithms.base import Algorithm, AlgorithmImpl
 from murmura.algorithms.checks import instances_of
 from murmura.buckets import Bucket
-from murmura.transports.base import Transport
 from murmura.types import Exchanges
 
 
@@ -18,12 +17,10 @@ class AggregateGradientsImpl(AlgorithmImpl):
 
     exchanges = Exchanges.GRADIENTS
 
-    def __init__(self, process_group: Transport, aggregator: GradientAggregator) -> None:
-        super().__init__(process_group)
-        self._aggregator = aggregator
+    aggregator: GradientAggregator
 
     def on_bucket_ready(self, bucket: Bucket) -> None:
-        (mean,) = self._aggregator.aggregate([bucket.flat])
+        (mean,) = self.aggregator.aggregate([bucket.flat])
         bucket.flat.copy_(mean)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from murmura.algorithms.averaging_loop import AveragingLoop, mean_minus
-from murmura.algorithms.background import Background, Handover
+from murmura.algorithms.background_exchange import BackgroundExchanges, PendingExchange
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
 from murmura.algorithms.checks import at_least_one
 from murmura.algorithms.weights import FlatWeights
@@ -29,29 +29,22 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     works_alone = False
 
-    def __init__(
-        self,
-        process_group: Transport,
-        sync_interval_ms: int = 500,
-        *,
-        sync_interval_rounds: int | None = None,
-        warmup_rounds: int = 0,
-    ) -> None:
-        super().__init__(process_group)
-        _check(sync_interval_ms, sync_interval_rounds, warmup_rounds)
-        self._interval = sync_interval_ms / 1000
-        self._interval_rounds = sync_interval_rounds
-        self._warmup_rounds = warmup_rounds
+    sync_interval_ms: int
+    sync_interval_rounds: int | None
+    warmup_rounds: int
+
+    def __init__(self, process_group: Transport, **choices: Any) -> None:
+        super().__init__(process_group, **choices)
         self._channel = process_group.channel("average")
-        self._background = Background(f"{self._channel.name}-rank{self._channel.rank}")
+        self._background = BackgroundExchanges(f"{self._channel.name}-rank{self._channel.rank}")
         self._replica: Replica | None = None
-        self._under_way: Handover | None = None
+        self._pending: PendingExchange | None = None
         self._owed: list[Tensor] = []  # corrections that wait for a moment at which weights may be written
         self._is_running: bool | None = None  # None until the first round that averages weights
 
     @property
     def exchanges(self) -> Exchanges:  # type: ignore[override]  # changes when the warm-up ends
-        return Exchanges.GRADIENTS if self._round < self._warmup_rounds else Exchanges.WEIGHTS
+        return Exchanges.GRADIENTS if self._round < self.warmup_rounds else Exchanges.WEIGHTS
 
     @property
     def _round(self) -> int:
@@ -65,7 +58,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._weights = weights
         self._snapshot = self._weights.allocate(self._channel)
         self._correction = self._weights.allocate(self._channel)
-        self._loop = AveragingLoop(self._channel, self._snapshot, self._correction, self._interval)
+        self._loop = AveragingLoop(self._channel, self._snapshot, self._correction, self.sync_interval_ms / 1000)
 
     def on_bucket_ready(self, bucket: Bucket) -> None:
         self.process_group.all_reduce(bucket.flat, ReduceOp.MEAN)
@@ -75,30 +68,30 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             return
         if self._is_running is None:
             self.resume()
-        if self._interval_rounds is not None and self._is_running and self._round % self._interval_rounds == 0:
-            self._take_back()
+        if self.sync_interval_rounds is not None and self._is_running and self._round % self.sync_interval_rounds == 0:
+            self._await_average()
             self._weights.read(self._snapshot)
             for snapshot, owed in zip(self._snapshot, self._owed, strict=False):
                 snapshot.add_(owed)
             what = f"the average of round {self._round}"
-            self._under_way = self._background.start(what, [*self._snapshot, *self._correction], self._average)
+            self._pending = self._background.start(what, [*self._snapshot, *self._correction], self._average)
 
     def before_round(self) -> None:
-        if self._is_running and self._interval_rounds is None and self._channel.world_size > 1:
+        if self._is_running and self.sync_interval_rounds is None and self._channel.world_size > 1:
             self._loop.boundary(self._weights.read, self._weights.add)
 
     def settle(self) -> None:
-        self._take_back()
+        self._await_average()
         if self._owed:
             self._weights.add(self._owed)
             self._owed = []
         self._loop.correct(self._weights.add)
 
-    def _take_back(self) -> None:
+    def _await_average(self) -> None:
         """Wait for the average under way: from now on its correction is owed to the weights."""
-        if self._under_way is not None:
-            under_way, self._under_way = self._under_way, None
-            under_way.take_back()
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.wait()
             if self._owed:  # of an earlier round, whose correction could not be added yet
                 for owed, correction in zip(self._owed, self._correction, strict=True):
                     owed.add_(correction)
@@ -109,7 +102,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         mean_minus(self._channel, self._snapshot, self._correction)
 
     def weights_replaced(self) -> None:
-        self._take_back()
+        self._await_average()
         self._owed = []
         self._loop.correct(lambda flats: None)
 
@@ -138,7 +131,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         So every rank aborts before it resumes: one that does not know of another's `abort` yet would resume nothing.
         """
         self._is_running = True
-        if self._interval_rounds is None and self._channel.world_size > 1:
+        if self.sync_interval_rounds is None and self._channel.world_size > 1:
             self._loop.start()
 
     def close(self) -> None:
@@ -165,12 +158,9 @@ class AsyncModelAverageAlgorithm(Algorithm):
     warmup_rounds: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check(self.sync_interval_ms, self.sync_interval_rounds, self.warmup_rounds)
-
-
-def _check(sync_interval_ms: int, sync_interval_rounds: int | None, warmup_rounds: int) -> None:
-    at_least_one(sync_interval_ms=sync_interval_ms)
-    if sync_interval_rounds is not None:
-        at_least_one(sync_interval_rounds=sync_interval_rounds)
-    if not isinstance(warmup_rounds, int) or isinstance(warmup_rounds, bool) or warmup_rounds < 0:
-        raise ConfigError(f"warmup_rounds={warmup_rounds!r} must be a whole number, at least 0.")
+        at_least_one(sync_interval_ms=self.sync_interval_ms)
+        if self.sync_interval_rounds is not None:
+            at_least_one(sync_interval_rounds=self.sync_interval_rounds)
+        rounds = self.warmup_rounds
+        if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
+            raise ConfigError(f"warmup_rounds={rounds!r} must be a whole number, at least 0.")

@@ -80,8 +80,11 @@ class AlgorithmImpl:
     averages = True
     """Whether gradients come back as a mean, which uneven data then weights."""
 
-    def __init__(self, process_group: Transport) -> None:
+    def __init__(self, process_group: Transport, **choices: Any) -> None:
+        """Made by `Algorithm.reify` with the fields of the declaration, which become attributes of the same names."""
         self.process_group = process_group
+        for name, value in choices.items():
+            setattr(self, name, value)
 
     def setup(self, replica: Replica) -> None:
         """Called once, before anything else, when the replicas hold equal weights."""

@@ -11,24 +11,11 @@ from murmura.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from murmura.compressors import Compressor, MinMaxUInt8
 
 if TYPE_CHECKING:
-    from murmura.transports.base import Transport
+    pass
 
 
 class ByteGradAlgorithmImpl(GradientAllReduceAlgorithmImpl):
-    """The running state of `ByteGradAlgorithm` for one model.
-
-    `compressor=None` is MinMaxUInt8().
-    """
-
-    def __init__(
-        self,
-        process_group: Transport,
-        hierarchical: bool = True,
-        average: bool = True,
-        *,
-        compressor: Compressor | None = None,
-    ) -> None:
-        super().__init__(process_group, hierarchical, average, compressor=compressor or MinMaxUInt8())
+    """The running state of `ByteGradAlgorithm` for one model."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from murmura.algorithms.pieces import Sideline, cut
+from murmura.algorithms.codec_thread import CodecThread, cut
 from murmura.collectives.chunks import chunk_bounds
 from murmura.compressors import Compressor
 from murmura.errors import ConfigError
@@ -49,12 +49,14 @@ class CompressedMean:
         transport: Transport,
         like: Tensor,
         compressor: Compressor,
+        codec: CodecThread,
         *,
         shares: Sequence[int] | None = None,
         average: bool = True,
     ) -> None:
         size = transport.world_size
         self._transport = transport
+        self._codec = codec
         self._shares = [1] * size if shares is None else list(shares)
         self._divisor = sum(self._shares) if average else 1
         self._pieces = _cut(transport, like, compressor)
@@ -68,19 +70,19 @@ class CompressedMean:
     def __call__(self, flat: Tensor) -> None:
         """Overwrite `flat` with the mean."""
         transport, pieces = self._transport, self._pieces
-        with Sideline(len(pieces)) as sideline:
-            encoded = [sideline.start(partial(self._encode, flat, piece)) for piece in pieces]
-            reduced, decoded = [], []
-            for piece, ticket in zip(pieces, encoded, strict=True):
-                ticket.wait()
-                transport.all_to_all(piece.parts, piece.from_all)
-                reduced.append(sideline.start(partial(self._reduce, piece)))
-            for piece, ticket in zip(pieces, reduced, strict=True):
-                ticket.wait()
-                transport.all_to_all([piece.parts[transport.rank]] * transport.world_size, piece.parts)
-                decoded.append(sideline.start(partial(self._decode, flat, piece)))
-            for ticket in decoded:
-                ticket.wait()
+        start = partial(self._codec.start, num_pieces=len(pieces))
+        encoded = [start(partial(self._encode, flat, piece)) for piece in pieces]
+        reduced, decoded = [], []
+        for piece, future in zip(pieces, encoded, strict=True):
+            future.result()
+            transport.all_to_all(piece.parts, piece.from_all)
+            reduced.append(start(partial(self._reduce, piece)))
+        for piece, future in zip(pieces, reduced, strict=True):
+            future.result()
+            transport.all_to_all([piece.parts[transport.rank]] * transport.world_size, piece.parts)
+            decoded.append(start(partial(self._decode, flat, piece)))
+        for future in decoded:
+            future.result()
 
     def _encode(self, flat: Tensor, piece: _Piece) -> None:
         for encoder, (start, stop), part in zip(self._encoders, piece.bounds, piece.parts, strict=True):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from murmura.algorithms.background import Background, Handover
+from murmura.algorithms.background_exchange import BackgroundExchanges, PendingExchange
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
 from murmura.algorithms.checks import at_least_one, yes_or_no
 from murmura.algorithms.hierarchy import Hierarchy
@@ -38,21 +38,15 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
     exchanges = Exchanges.WEIGHTS
 
-    def __init__(
-        self,
-        process_group: Transport,
-        hierarchical: bool = True,
-        peer_selection_mode: PeerSelection | str = PeerSelection.ALL,
-        communication_interval: int = 1,
-    ) -> None:
-        super().__init__(process_group)
-        at_least_one(communication_interval=communication_interval)
-        self._mode = parse(PeerSelection, peer_selection_mode, "peer_selection_mode")
-        self._interval = communication_interval
+    peer_selection_mode: PeerSelection
+    communication_interval: int
+
+    def __init__(self, process_group: Transport, *, hierarchical: bool, **choices: Any) -> None:
+        super().__init__(process_group, **choices)
         self._channel = process_group.channel("average")
         self._hierarchy = Hierarchy(self._channel, hierarchical)
-        self._background = Background(f"{self._channel.name}-rank{self._channel.rank}")
-        self._under_way: Handover | None = None
+        self._background = BackgroundExchanges(f"{self._channel.name}-rank{self._channel.rank}")
+        self._pending: PendingExchange | None = None
         self._incoming: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def setup(self, replica: Replica) -> None:
@@ -62,22 +56,22 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         self._before = [torch.empty_like(flat) for flat in self._flats]  # x_t
 
     def before_forward(self) -> None:
-        number, remainder = divmod(self._replica.round, self._interval)
+        number, remainder = divmod(self._replica.round, self.communication_interval)
         if remainder == 0 and self._channel.world_size > 1:
-            if self._under_way is None:
+            if self._pending is None:
                 self._weights.read(self._before)
                 for flat, before in zip(self._flats, self._before, strict=True):
                     flat.copy_(before)
             else:
                 self._average_further()
-            self._under_way = self._background.start(
+            self._pending = self._background.start(
                 f"the average of round {self._replica.round}", self._flats, lambda: self._average(number)
             )
 
     def _average_further(self) -> None:
         """The average of an earlier round could not be written yet: the next one starts from what it would make."""
-        assert self._under_way is not None
-        self._under_way.take_back()
+        assert self._pending is not None
+        self._pending.wait()
         now = [torch.empty_like(before) for before in self._before]
         self._weights.read(now)
         for each, flat, before in zip(now, self._flats, self._before, strict=True):
@@ -89,17 +83,17 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
     @torch.no_grad()
     def settle(self) -> None:
-        if self._under_way is not None:
-            under_way, self._under_way = self._under_way, None
-            under_way.take_back()
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.wait()
             averages, befores = self._weights.pairs(self._flats), self._weights.pairs(self._before)
             for (average, weight), (before, _) in zip(averages, befores, strict=True):
                 weight.copy_(averaged(weight, average, before))
 
     def weights_replaced(self) -> None:
-        if self._under_way is not None:
-            under_way, self._under_way = self._under_way, None
-            under_way.take_back()
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.wait()
 
     def parameters_added(self) -> None:
         self.settle()
@@ -111,7 +105,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
     def _average(self, number: int) -> None:
         for flat in self._flats:
-            if self._mode is PeerSelection.ALL:
+            if self.peer_selection_mode is PeerSelection.ALL:
                 self._hierarchy.reduce(flat, ReduceOp.MEAN)
             else:
                 self._hierarchy.reduce_inside(flat, ReduceOp.MEAN)
@@ -168,4 +162,5 @@ class DecentralizedAlgorithm(Algorithm):
     def __post_init__(self) -> None:
         yes_or_no(hierarchical=self.hierarchical)
         at_least_one(communication_interval=self.communication_interval)
-        parse(PeerSelection, self.peer_selection_mode, "peer_selection_mode")
+        mode = parse(PeerSelection, self.peer_selection_mode, "peer_selection_mode")
+        object.__setattr__(self, "peer_selection_mode", mode)  # a string becomes a member

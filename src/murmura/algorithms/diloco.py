@@ -12,6 +12,7 @@ from torch import Tensor
 from murmura.algorithms.after_step import AfterStepImpl
 from murmura.algorithms.base import Algorithm, AlgorithmImpl
 from murmura.algorithms.checks import at_least_one, instances_of, is_real
+from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean, Residual
 from murmura.algorithms.weights import FlatWeights, as_real
 from murmura.compressors import Compressor
@@ -21,6 +22,9 @@ from murmura.types import ReduceOp
 if TYPE_CHECKING:
     from murmura.transports.base import Transport
 
+if TYPE_CHECKING:
+    pass
+
 
 class DiLoCoAlgorithmImpl(AfterStepImpl):
     """The running state of `DiLoCoAlgorithm` for one model.
@@ -29,21 +33,14 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
     θ ← θ - lr (d + μ v), x ← θ. Buffers are averaged plainly: momentum would carry a variance below zero.
     """
 
-    def __init__(
-        self,
-        process_group: Transport,
-        interval: int,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
-        *,
-        compressor: Compressor | None = None,
-    ) -> None:
-        super().__init__(process_group)
-        _check(interval, outer_lr, outer_momentum)
-        self._interval = interval
-        self._lr = outer_lr
-        self._momentum = outer_momentum
-        self._compressor = compressor
+    interval: int
+    outer_lr: float
+    outer_momentum: float
+    compressor: Compressor | None
+
+    def __init__(self, process_group: Transport, **choices: Any) -> None:
+        super().__init__(process_group, **choices)
+        self._codec = CodecThread()
 
     def use(self, weights: FlatWeights) -> None:
         self._flats = weights.allocate(self.process_group)
@@ -51,11 +48,13 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         self._theta = [flat[:count].clone() for flat, count in zip(self._flats, counts, strict=True)]
         self._velocity = [torch.zeros_like(each) for each in self._theta]
         self._means: list[CompressedMean] = []
-        if self._compressor is not None and self.process_group.world_size > 1:
-            self._means = [CompressedMean(self.process_group, as_real(each), self._compressor) for each in self._theta]
+        if self.compressor is not None and self.process_group.world_size > 1:
+            self._means = [
+                CompressedMean(self.process_group, as_real(each), self.compressor, self._codec) for each in self._theta
+            ]
 
     def is_due(self, number: int) -> bool:
-        return (number + 1) % self._interval == 0
+        return (number + 1) % self.interval == 0
 
     def communicate(self) -> None:
         self._weights.read(self._flats)
@@ -64,8 +63,8 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
             torch.sub(theta, change, out=change)
         self._average(changes)
         for change, theta, velocity in zip(changes, self._theta, self._velocity, strict=True):
-            velocity.mul_(self._momentum).add_(change)
-            theta.sub_(change.add_(velocity, alpha=self._momentum), alpha=self._lr)
+            velocity.mul_(self.outer_momentum).add_(change)
+            theta.sub_(change.add_(velocity, alpha=self.outer_momentum), alpha=self.outer_lr)
             change.copy_(theta)
         self._weights.write(self._flats)
 
@@ -98,6 +97,9 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         parts = self._weights.by_name(self._flats)
         names_of = self._weights.parameters_of if self._means else []
         return [(names, [as_real(parts[name]).numel() for name in names]) for names in names_of]
+
+    def close(self) -> None:
+        self._codec.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -143,15 +145,11 @@ class DiLoCoAlgorithm(Algorithm):
     compressor: Compressor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check(self.interval, self.outer_lr, self.outer_momentum)
+        lr, momentum = self.outer_lr, self.outer_momentum
+        at_least_one(interval=self.interval)
+        if not is_real(lr) or not lr > 0 or not is_real(momentum) or not 0 <= momentum < 1:
+            raise ConfigError(
+                f"outer_lr={lr!r} must be a number above 0, and outer_momentum={momentum!r} one from 0 up to below 1."
+            )
         if self.compressor is not None:
             instances_of(Compressor, compressor=self.compressor)
-
-
-def _check(interval: int, outer_lr: float, outer_momentum: float) -> None:
-    at_least_one(interval=interval)
-    if not is_real(outer_lr) or not outer_lr > 0 or not is_real(outer_momentum) or not 0 <= outer_momentum < 1:
-        raise ConfigError(
-            f"outer_lr={outer_lr!r} must be a number above 0, and outer_momentum={outer_momentum!r} one from 0 up to "
-            "below 1."
-        )

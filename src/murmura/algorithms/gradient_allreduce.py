@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
 from murmura.algorithms.checks import instances_of, yes_or_no
+from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean, Residual
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.weights import as_real
@@ -28,18 +29,14 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     exchanges = Exchanges.GRADIENTS
     works_alone = False
 
-    def __init__(
-        self,
-        process_group: Transport,
-        hierarchical: bool = False,
-        average: bool = True,
-        *,
-        compressor: Compressor | None = None,
-    ) -> None:
-        super().__init__(process_group)
-        self.averages = average
+    average: bool
+    compressor: Compressor | None
+
+    def __init__(self, process_group: Transport, *, hierarchical: bool, **choices: Any) -> None:
+        super().__init__(process_group, **choices)
+        self.averages = self.average
         self._hierarchy = Hierarchy(process_group, hierarchical)
-        self._compressor = compressor
+        self._codec = CodecThread()
         self._means: dict[int, CompressedMean] = {}  # by index of the bucket
         self._restored: dict[int, Mapping[str, Any]] = {}  # states whose bucket has not come yet
         self._rounds_since_step = 0
@@ -61,7 +58,7 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
             )
         hierarchy, op = self._hierarchy, ReduceOp.MEAN if self.averages else ReduceOp.SUM
         hierarchy.reduce_inside(bucket.flat, op)
-        if self._compressor is None:
+        if self.compressor is None:
             hierarchy.reduce_between(bucket.flat, op)
         elif self._exchanges_compressed:
             self._compressed_mean(bucket)(as_real(bucket.flat))
@@ -70,7 +67,7 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     @property
     def _exchanges_compressed(self) -> bool:
         leaders = self._hierarchy.leaders
-        return self._compressor is not None and leaders is not None and leaders.world_size > 1
+        return self.compressor is not None and leaders is not None and leaders.world_size > 1
 
     def after_backward(self) -> None:
         self._rounds_since_step += 1
@@ -91,23 +88,27 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
 
     @property
     def _keeps_residuals(self) -> bool:
-        return self._compressor is not None and self._compressor.for_bucket() is not self._compressor
+        return self.compressor is not None and self.compressor.for_bucket() is not self.compressor
 
     def _compressed_mean(self, bucket: Bucket) -> CompressedMean:
         if bucket.index not in self._means:
             hierarchy = self._hierarchy
             assert hierarchy.leaders is not None
-            assert self._compressor is not None
+            assert self.compressor is not None
             mean = self._means[bucket.index] = CompressedMean(
                 hierarchy.leaders,
                 as_real(bucket.flat),
-                self._compressor,
+                self.compressor,
+                self._codec,
                 shares=hierarchy.shares if self.averages else None,
                 average=self.averages,
             )
             if bucket.index in self._restored:
                 mean.load_state_dict(self._restored.pop(bucket.index))
         return self._means[bucket.index]
+
+    def close(self) -> None:
+        self._codec.close()
 
     def state_dict(self) -> dict[str, Any]:
         means = {index: mean.state_dict() for index, mean in self._means.items()}

@@ -12,22 +12,19 @@ from murmura.algorithms.weights import FlatWeights
 from murmura.types import ReduceOp
 
 if TYPE_CHECKING:
-    from murmura.transports.base import Transport
+    pass
 
 
 class LocalSGDAlgorithmImpl(AfterStepImpl):
     """The running state of `LocalSGDAlgorithm` for one model."""
 
-    def __init__(self, process_group: Transport, interval: int) -> None:
-        super().__init__(process_group)
-        at_least_one(interval=interval)
-        self._interval = interval
+    interval: int
 
     def use(self, weights: FlatWeights) -> None:
         self._flats = weights.allocate(self.process_group)
 
     def is_due(self, number: int) -> bool:
-        return (number + 1) % self._interval == 0
+        return (number + 1) % self.interval == 0
 
     def communicate(self) -> None:
         self._weights.read(self._flats)

@@ -13,9 +13,9 @@ from torch import Tensor
 from murmura.algorithms.after_step import AfterStepImpl
 from murmura.algorithms.base import Algorithm, AlgorithmImpl
 from murmura.algorithms.checks import at_least_one, instances_of, yes_or_no
+from murmura.algorithms.codec_thread import CodecThread, cut
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.peers import ring_neighbours
-from murmura.algorithms.pieces import Sideline, cut
 from murmura.algorithms.weights import FlatWeights, as_real
 from murmura.compressors import Compressor, ErrorFeedback, MinMaxUInt8
 from murmura.errors import ConfigError
@@ -42,7 +42,7 @@ class _Piece(NamedTuple):
 
 
 class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
-    """The running state of `LowPrecisionDecentralizedAlgorithm` for one model; `compressor=None` is MinMaxUInt8().
+    """The running state of `LowPrecisionDecentralizedAlgorithm` for one model.
 
     w is what the neighbours know of this rank, L and R what it knows of them. z = x + L/3 + R/3 - 5w/3 is the way
     from w to the mean of the three plus the step just taken; its code c goes to both. L += D(c_left),
@@ -50,18 +50,12 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
     my w.
     """
 
-    def __init__(
-        self,
-        process_group: Transport,
-        hierarchical: bool = True,
-        communication_interval: int = 1,
-        *,
-        compressor: Compressor | None = None,
-    ) -> None:
-        super().__init__(process_group)
-        _check(communication_interval, compressor)
-        self._interval = communication_interval
-        self._compressor = compressor or MinMaxUInt8()
+    communication_interval: int
+    compressor: Compressor
+
+    def __init__(self, process_group: Transport, *, hierarchical: bool, **choices: Any) -> None:
+        super().__init__(process_group, **choices)
+        self._codec = CodecThread()
         self._hierarchy = Hierarchy(process_group, hierarchical)
         if not self._hierarchy.is_even:
             raise ConfigError(
@@ -86,7 +80,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
         self._pieces = [self._cut(leaders, *map(as_real, each)) for each in replicas]
 
     def is_due(self, number: int) -> bool:
-        return number % self._interval == 0
+        return number % self.communication_interval == 0
 
     def communicate(self) -> None:
         if self.process_group.world_size == 1:
@@ -101,28 +95,28 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
 
     def _cut(self, leaders: Transport, x: Tensor, w: Tensor, left: Tensor, right: Tensor) -> list[_Piece]:
         pieces = []
-        for start, stop in cut(x.numel(), PIECE_ELEMENTS, self._compressor, x.device):
-            size = self._compressor.payload_bytes(stop - start, x.dtype)
+        for start, stop in cut(x.numel(), PIECE_ELEMENTS, self.compressor, x.device):
+            size = self.compressor.payload_bytes(stop - start, x.dtype)
             payloads = leaders.allocate(3 * size, torch.uint8, x.device).view(3, size)
             pieces.append(_Piece(*(each[start:stop] for each in (x, w, left, right)), *payloads))
         return pieces
 
     def _mix(self, pieces: Sequence[_Piece]) -> None:
         """One exchange with the neighbours on the ring; overwrites all that the pieces hold."""
-        with Sideline(len(pieces)) as sideline:
-            encoded = [sideline.start(partial(self._encode, piece)) for piece in pieces]
-            decoded = []
-            for piece, ticket in zip(pieces, encoded, strict=True):
-                ticket.wait()
-                self._exchange(piece)
-                decoded.append(sideline.start(partial(self._decode, piece)))
-            for ticket in decoded:
-                ticket.wait()
+        start = partial(self._codec.start, num_pieces=len(pieces))
+        encoded = [start(partial(self._encode, piece)) for piece in pieces]
+        decoded = []
+        for piece, future in zip(pieces, encoded, strict=True):
+            future.result()
+            self._exchange(piece)
+            decoded.append(start(partial(self._decode, piece)))
+        for future in decoded:
+            future.result()
 
     def _encode(self, piece: _Piece) -> None:
         z = piece.x if piece.x.dtype.itemsize > 2 else piece.x.float()
         z.add_(piece.left, alpha=1 / 3).add_(piece.right, alpha=1 / 3).sub_(piece.w, alpha=5 / 3)
-        self._compressor.compress(z, piece.own)
+        self.compressor.compress(z, piece.own)
 
     def _exchange(self, piece: _Piece) -> None:
         leaders = self._hierarchy.leaders
@@ -136,10 +130,13 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
 
     def _decode(self, piece: _Piece) -> None:
         if self._right is not self._left:  # not in a world of two
-            self._compressor.decompress_add(piece.from_right, piece.right)
-        self._compressor.decompress_add(piece.from_left, piece.left)
-        self._compressor.decompress_add(piece.own, piece.w)
+            self.compressor.decompress_add(piece.from_right, piece.right)
+        self.compressor.decompress_add(piece.from_left, piece.left)
+        self.compressor.decompress_add(piece.own, piece.w)
         piece.x.copy_(piece.w)
+
+    def close(self) -> None:
+        self._codec.close()
 
     def replicas(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """w, L and R as flat tensors; empty on a rank that does not exchange."""
@@ -184,16 +181,11 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
 
     def __post_init__(self) -> None:
         yes_or_no(hierarchical=self.hierarchical)
+        at_least_one(communication_interval=self.communication_interval)
         instances_of(Compressor, compressor=self.compressor)
-        _check(self.communication_interval, self.compressor)
-
-
-def _check(communication_interval: int, compressor: Compressor | None) -> None:
-    at_least_one(communication_interval=communication_interval)
-    if compressor is not None:
-        instances_of(Compressor, compressor=compressor)
-    if isinstance(compressor, ErrorFeedback):
-        raise ConfigError(
-            "LowPrecisionDecentralizedAlgorithm sends the difference to what its neighbours know, so what one message "
-            "loses is in the next already; with ErrorFeedback it would count twice. Give the inner compressor itself."
-        )
+        if isinstance(self.compressor, ErrorFeedback):
+            raise ConfigError(
+                "LowPrecisionDecentralizedAlgorithm sends the difference to what its neighbours know, so what one "
+                "message loses is in the next already; with ErrorFeedback it would count twice. Give the inner "
+                "compressor itself."
+            )

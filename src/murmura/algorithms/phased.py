@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 class PhasedImpl(AlgorithmImpl):
     """The running state of `Phased` for one model; `running` is the algorithm of the present phase."""
 
-    def __init__(self, process_group: Transport, first: Algorithm, until_round: int, *, then: Algorithm) -> None:
-        super().__init__(process_group)
-        self._first = first
-        self._until_round = until_round
-        self._followed_by = then
-        self._then: Algorithm | None = then  # None once it runs
-        self.running = first.reify(process_group)
+    first: Algorithm
+    until_round: int
+    then: Algorithm
+
+    def __init__(self, process_group: Transport, **choices: Any) -> None:
+        super().__init__(process_group, **choices)
+        self._is_first = True
+        self.running = self.first.reify(process_group)
 
     @property
     def exchanges(self) -> Exchanges:  # type: ignore[override]  # of the present phase
@@ -46,8 +47,9 @@ class PhasedImpl(AlgorithmImpl):
         self.running.setup(replica)
 
     def before_round(self) -> None:
-        if self._then is not None and self._replica.round >= self._until_round:
-            self.running, self._then = replace_algorithm(self.running, self._then, self._replica), None
+        if self._is_first and self._replica.round >= self.until_round:
+            self.running = replace_algorithm(self.running, self.then, self._replica)
+            self._is_first = False
             self.running.setup(self._replica)
         self.running.before_round()
 
@@ -88,14 +90,13 @@ class PhasedImpl(AlgorithmImpl):
         self.running.close()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"is_first": self._then is not None, "running": self.running.state_dict()}
+        return {"is_first": self._is_first, "running": self.running.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["is_first"] != (self._then is not None):  # saved in the other phase
+        if state["is_first"] != self._is_first:  # saved in the other phase
             self.running.close()
-            chosen = self._first if state["is_first"] else self._followed_by
-            self.running = chosen.reify(self.process_group)
-            self._then = self._followed_by if state["is_first"] else None
+            self._is_first = state["is_first"]
+            self.running = (self.first if self._is_first else self.then).reify(self.process_group)
             self.running.setup(self._replica)
         self.running.load_state_dict(state["running"])
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
 from murmura.algorithms.checks import instances_of, yes_or_no
+from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer
@@ -36,30 +37,30 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     works_alone = False
 
-    def __init__(
-        self, process_group: Transport, optimizer: QAdamOptimizer | None = None, hierarchical: bool = True
-    ) -> None:
-        super().__init__(process_group)
+    optimizer: QAdamOptimizer | None
+
+    def __init__(self, process_group: Transport, *, hierarchical: bool, **choices: Any) -> None:
+        super().__init__(process_group, **choices)
         self._hierarchy = Hierarchy(process_group, hierarchical)
-        self._optimizer = optimizer
         self._was_warm = False  # as long as the optimizer is not known
         self._owes_flags = False  # a round has ended after the warm-up, and its step has not come
         self._skips = False  # the step under way is one that another rank skips
+        self._codec = CodecThread()
         self._flats: list[Tensor] = []
         self._means: list[CompressedMean] = []
 
     @property
     def exchanges(self) -> Exchanges:  # type: ignore[override]  # changes when the warm-up ends
-        is_warm = self._was_warm if self._optimizer is None else self._optimizer.is_warm
+        is_warm = self._was_warm if self.optimizer is None else self.optimizer.is_warm
         return Exchanges.MOMENTA if is_warm else Exchanges.GRADIENTS
 
     def setup(self, replica: Replica) -> None:
         self._replica = replica
         known = [each for each in replica.optimizers if isinstance(each, QAdamOptimizer)]
-        if self._optimizer is None and known:
-            self._optimizer = known[0]
-        if self._optimizer is not None:
-            self._check_covers(self._optimizer)
+        if self.optimizer is None and known:
+            self.optimizer = known[0]
+        if self.optimizer is not None:
+            self._check_covers(self.optimizer)
 
     def on_bucket_ready(self, bucket: Bucket) -> None:
         self._hierarchy.reduce(bucket.flat, ReduceOp.MEAN)
@@ -88,15 +89,15 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
                 f"QAdamAlgorithm works with murmura.QAdamOptimizer, and {type(optimizer).__name__} is about to step. "
                 "Build the optimizer as QAdamOptimizer(model.parameters(), lr=...)."
             )
-        if self._optimizer is None:
+        if self.optimizer is None:
             if self._was_warm and not optimizer.is_warm:
                 raise UsageError(
                     "the algorithm's state is from after QAdam's warm-up, but the optimizer has not warmed up. Load "
                     "the optimizer's state_dict too, or leave the algorithm's state out."
                 )
             self._check_covers(optimizer)
-            self._optimizer = optimizer
-        if optimizer is self._optimizer and optimizer.is_warm and self.process_group.world_size > 1:
+            self.optimizer = optimizer
+        if optimizer is self.optimizer and optimizer.is_warm and self.process_group.world_size > 1:
             self._average_moments(optimizer)
 
     @torch.no_grad()
@@ -152,7 +153,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._means = []
         if leaders is not None:
             self._means = [
-                CompressedMean(leaders, as_real(flat), MinMaxUInt8(), shares=self._hierarchy.shares)
+                CompressedMean(leaders, as_real(flat), MinMaxUInt8(), self._codec, shares=self._hierarchy.shares)
                 for flat in self._flats
             ]
 
@@ -164,6 +165,9 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
                     f"the QAdamOptimizer does not hold parameter {name!r} of the model, so its moments cannot be "
                     "averaged. Give it all parameters of one model, or name that one in DDP(ignore=...)."
                 )
+
+    def close(self) -> None:
+        self._codec.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {"is_warm": self.exchanges is Exchanges.MOMENTA}

@@ -11,7 +11,7 @@ from torch import Tensor
 from murmura.transports.order import Order, Ticket
 
 
-class Handover:
+class PendingExchange:
     """Tensors that an exchange under way has for itself."""
 
     def __init__(self, ticket: Ticket, streams: Sequence[torch.cuda.Stream]) -> None:
@@ -19,17 +19,17 @@ class Handover:
         self._streams = streams
 
     def done(self) -> bool:
-        """Whether `take_back` would return, or raise, at once."""
+        """Whether `wait` would return, or raise, at once."""
         return self._ticket.done()
 
-    def take_back(self) -> None:
+    def wait(self) -> None:
         """Wait until the tensors are the caller's again; raise what went wrong."""
         self._ticket.wait()
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
-class Background:
+class BackgroundExchanges:
     """Runs one exchange after another, in the order they were started."""
 
     def __init__(self, name: str) -> None:
@@ -37,7 +37,7 @@ class Background:
         self._order.close_with(self)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def start(self, what: str, tensors: Sequence[Tensor], work: Callable[[], None]) -> Handover:
+    def start(self, what: str, tensors: Sequence[Tensor], work: Callable[[], None]) -> PendingExchange:
         """Run `work` on `tensors`, which it has for itself until they are taken back."""
         streams = [self._stream(device) for device in {tensor.device for tensor in tensors if tensor.is_cuda}]
         for stream in streams:
@@ -49,7 +49,7 @@ class Background:
                     current.enter_context(torch.cuda.stream(stream))
                 work()
 
-        return Handover(self._order.submit(what, run), streams)
+        return PendingExchange(self._order.submit(what, run), streams)
 
     def close(self) -> None:
         """End the thread. Whoever closes has closed the transport first, so that nothing waits any more."""
