@@ -1,0 +1,444 @@
+"""Random legal scripts: a walk through what a user may do next, from a seed alone.
+
+A script uses only some of the hazards, so that most failures have one cause to look for; some use none, some all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection
+
+from sequences.actions import (
+    BY_HAND,
+    HAZARDS,
+    JOIN,
+    LIVE,
+    LOAD,
+    MIXED,
+    NO_ROOT,
+    OWED,
+    RESUME,
+    SKIP,
+    SWITCH,
+    THAW,
+    Action,
+    Backward,
+    ByHand,
+    Choice,
+    Close,
+    Collect,
+    Evaluate,
+    Forward,
+    Freeze,
+    Join,
+    Load,
+    LoadWeights,
+    Resume,
+    Save,
+    Script,
+    Step,
+    Switch,
+    Sync,
+    Thaw,
+    ZeroGrad,
+)
+
+ALGORITHMS = (
+    "gradient_allreduce",
+    "bytegrad",
+    "decentralized",
+    "shift_one",
+    "low_precision_decentralized",
+    "qadam",
+    "async",
+    "local_sgd",
+    "diloco",
+)
+OF_GRADIENTS = ("gradient_allreduce", "bytegrad", "qadam")
+
+
+def draw_script(seed: int, algorithm: str, hazards: Collection[str] | None = None) -> Script:
+    """The script of a seed; `hazards` are those it may use, chosen by the seed if None."""
+    return _Walk(seed, algorithm, hazards).draw()
+
+
+class _Walk:
+    """A walk, and what must be known of the way so far to say what is legal next."""
+
+    def __init__(self, seed: int, algorithm: str, hazards: Collection[str] | None) -> None:
+        self.seed = seed
+        self.chance = chance = random.Random(f"{algorithm} {seed}")
+        drawn = chance.sample(HAZARDS, chance.choice((0, 1, 1, 1, 2, 2, 3, len(HAZARDS))))
+        self.allowed = frozenset(drawn if hazards is None else hazards)
+        self.num_ranks = chance.choice((2, 2, 2, 3, 4))
+        self.first_choice = self.choice = self.draw_choice(algorithm)
+        self.buffers = chance.choice(("", "", "norm", "mean"))
+        self.optimizer = "qadam" if algorithm == "qadam" else chance.choice(("sgd", "momentum", "adam"))
+        self.actions: list[Action] = []
+        self.met: list[frozenset[str]] = []
+        self.num_slots = 0
+        self.live: dict[int, Forward] = {}  # losses whose backward may still run
+        self.rounds_of_live = 0  # rounds since the oldest of these was computed
+        self.round = 0
+        self.is_open = self.is_held = False
+        self.rounds_since_step = 0
+        self.num_steps = 0
+        self.stepped: set[int] = set()
+        self.has_stepped_or_skipped = False
+        self.is_owed = False
+        self.late_is_frozen, self.spare_is_frozen = True, False
+        self.saved: tuple[Choice, bool, int, int] | None = None
+
+    def draw_choice(self, name: str) -> Choice:
+        chance = self.chance
+        warmup = chance.choice((1, 2, 3)) if name == "qadam" else chance.choice((0, 0, 2)) if name == "async" else 0
+        return Choice(name, chance.choice((1, 1, 2, 3)), warmup)
+
+    # What is known
+
+    @property
+    def is_of_weights(self) -> bool:
+        if self.choice.name == "async":
+            return self.round >= self.choice.warmup
+        return self.choice.name not in OF_GRADIENTS
+
+    @property
+    def is_warming(self) -> bool:
+        return self.optimizer == "qadam" and self.num_steps < self.first_choice.warmup
+
+    @property
+    def is_between(self) -> bool:
+        return not self.is_open and not self.is_held
+
+    def use(self, hazard: str) -> None:
+        self.using.add(hazard)
+
+    def add(self, action: Action) -> None:
+        self.actions.append(action)
+
+    def is_lucky(self, probability: float) -> bool:
+        return self.chance.random() < probability
+
+    # The walk
+
+    def draw(self) -> Script:
+        self.using: set[str] = set()
+        length = self.chance.randint(6, 22)
+        while len(self.actions) < length:
+            moves = [(move, weight) for move, weight in self.moves() if weight > 0]
+            (move,) = self.chance.choices([each for each, _ in moves], [weight for _, weight in moves])
+            move()
+            self.met += [frozenset(self.using)] * (len(self.actions) - len(self.met))
+        self.finish()
+        return Script(
+            seed=self.seed,
+            num_ranks=self.num_ranks,
+            choice=self.first_choice,
+            buffers=self.buffers,
+            optimizer=self.optimizer,
+            actions=tuple(self.actions),
+            hazards=tuple(self.met),
+        )
+
+    def moves(self) -> list[tuple[Callable[[], None], float]]:
+        between, allowed = self.is_between, self.allowed
+        can_step = between and self.rounds_since_step > 0
+        is_clean = between and self.rounds_since_step == 0
+        return [
+            (self.forward, 1.0 if self.live else 6.0),
+            (self.backward, 6.0 if self.live else 0.0),
+            (self.sync, 3.0 if self.is_held else 0.0),
+            (self.step, 8.0 if can_step else 0.0),
+            (self.by_hand, 2.0 if between and BY_HAND in allowed and self.round else 0.0),
+            (self.evaluate, 0.5),
+            (self.collect, (3.0 if self.is_owed else 0.7) if self.can_meet else 0.0),
+            (self.save, 0.4 if between and not self.spare_is_frozen else 0.0),
+            (self.load, 1.0 if between and self.can_load else 0.0),
+            (self.resume, 1.5 if between and self.can_load and RESUME in allowed else 0.0),
+            (self.load_weights, 1.0 if between and LOAD in allowed else 0.0),
+            (self.switch, 1.0 if between and SWITCH in allowed and self.targets() else 0.0),
+            (self.freeze, 0.3 if is_clean and not self.is_warming and self.optimizer != "qadam" else 0.0),
+            (self.thaw, 1.5 if is_clean and THAW in allowed and self.can_thaw else 0.0),
+            (self.join, (1.5 if JOIN in allowed else 0.3) if between and self.can_meet and not self.is_warming else 0.0),
+        ]
+
+    def finish(self) -> None:
+        """Come to the end of a round, and close."""
+        if self.is_held:
+            self.sync()
+        if self.is_open:
+            self.add(self.root_forward(in_no_sync=False))
+            self.add(Backward((self.num_slots - 1,), False, False))
+            self.round_ended()
+        if self.rounds_since_step and not self.can_meet:
+            self.add(Step())
+            self.rounds_since_step = 0
+        self.meet()
+        self.add(Close())
+        self.met += [frozenset(self.using)] * (len(self.actions) - len(self.met))
+
+    # Rounds
+
+    def root_forward(self, in_no_sync: bool, in_eval: bool = False) -> Forward:
+        kind = self.chance.choice(("ddp", "ddp", "module"))
+        always = self.is_warming
+        spare = tuple(always or (self.is_lucky(0.5) and not self.spare_is_frozen) for _ in range(self.num_ranks))
+        self.num_slots += 1
+        return Forward(self.num_slots - 1, kind, in_eval, in_no_sync, spare)
+
+    def forward(self) -> None:
+        if self.rounds_of_live:
+            self.forget_live()  # what is owed is settled now, which may change the weights
+        in_no_sync, was_open = self.is_lucky(0.25), self.is_open
+        # What buffers a round without a training forward of the root begins with is not asked.
+        can_eval = not self.buffers or self.is_of_weights or self.is_open
+        if NO_ROOT in self.allowed and not self.is_warming and self.is_lucky(0.7):
+            kind = self.chance.choice(("part", "method", "raw") + (("eval",) * 2 if can_eval else ()))
+            if kind == "eval":
+                action = self.root_forward(in_no_sync, in_eval=True)
+            else:
+                action = Forward(self.num_slots, kind, self.is_lucky(0.3), in_no_sync, (False,) * self.num_ranks)
+                self.num_slots += 1
+            self.use(NO_ROOT)
+        else:
+            action = self.root_forward(in_no_sync)
+            self.is_open = True
+            if self.buffers:  # a training forward changes what an evaluating one has saved for its backward
+                self.live = {slot: each for slot, each in self.live.items() if not (each.is_root and each.in_eval)}
+        if action.kind != "raw" and not was_open:
+            self.settled()
+        if not self.live:
+            self.rounds_of_live = 0
+        self.live[action.slot] = action
+        self.add(action)
+
+    def backward(self) -> None:
+        slots = tuple(sorted(self.chance.sample(sorted(self.live), self.chance.randint(1, len(self.live)))))
+        roots = [slot for slot in slots if self.live[slot].is_root]
+        retain = LIVE in self.allowed and self.is_lucky(0.4)
+        if roots:
+            is_local = self.live[max(roots)].in_no_sync
+            in_no_sync = is_local
+            contexts = {self.live[slot].in_no_sync for slot in roots}
+            if MIXED in self.allowed and self.is_lucky(0.5):
+                in_no_sync = not in_no_sync
+            if in_no_sync != is_local or len(contexts) > 1:
+                if MIXED not in self.allowed:
+                    slots, roots, contexts = (max(roots),), [max(roots)], {is_local}
+                else:
+                    self.use(MIXED)
+        else:
+            is_local = in_no_sync = self.is_lucky(0.25)
+        if not is_local and self.rounds_of_live:
+            self.use(LIVE)
+        self.add(Backward(slots, retain, in_no_sync))
+        if not retain:
+            for slot in slots:
+                del self.live[slot]
+        if is_local:
+            self.is_held = True
+        else:
+            self.round_ended()
+            if LIVE not in self.allowed:
+                self.forget_live()
+
+    def round_ended(self) -> None:
+        self.is_open = self.is_held = False
+        self.round += 1
+        self.rounds_of_live += 1
+        self.rounds_since_step += 1
+
+    def forget_live(self) -> None:
+        self.live, self.rounds_of_live = {}, 0
+
+    def sync(self) -> None:
+        self.add(Sync(overlapped=self.is_lucky(0.5)))
+        self.round_ended()
+        if LIVE not in self.allowed:
+            self.forget_live()
+
+    # Steps
+
+    def step(self) -> None:
+        skipping: list[int] = []
+        if SKIP in self.allowed and self.is_lucky(0.4):
+            everyone = list(range(self.num_ranks))
+            is_alone = self.is_of_weights or (self.choice.name == "qadam" and not self.is_warming)
+            skipping = sorted(self.chance.sample(everyone, self.chance.randint(1, len(everyone)))) if is_alone else everyone
+            self.use(SKIP)
+        self.add(Step(tuple(skipping)))
+        is_common = self.optimizer == "qadam" and bool(skipping)
+        stepping = set() if is_common else set(range(self.num_ranks)) - set(skipping)
+        self.stepped |= stepping
+        if len(stepping) == self.num_ranks:
+            self.num_steps += 1
+        self.is_owed = bool(skipping)
+        self.changed_weights()
+        self.rounds_since_step = 0
+        if self.is_lucky(0.9):
+            self.zero_grad()
+
+    def zero_grad(self, to_none: bool | None = None) -> None:
+        self.add(ZeroGrad(self.is_lucky(0.7) if to_none is None else to_none))
+
+    def changed_weights(self) -> None:
+        self.forget_live()
+
+    def by_hand(self) -> None:
+        self.use(BY_HAND)
+        is_local = self.choice.name == "qadam" and not self.is_warming  # gradients are, there
+        kind = "perturb" if is_local or not self.rounds_since_step or self.is_lucky(0.5) else "descend"
+        self.add(ByHand(kind, alike=not self.is_of_weights))
+        self.changed_weights()
+        if kind == "descend" and self.is_lucky(0.7):
+            self.zero_grad()
+            self.rounds_since_step = 0
+            self.is_owed = True
+
+    # Looking
+
+    def evaluate(self) -> None:
+        self.add(Evaluate())
+
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether weights will be written that no step has been skipped for."""
+        is_pending = self.rounds_since_step > 0 or self.choice.name == "async"
+        return self.is_of_weights and not self.is_open and is_pending
+
+    @property
+    def can_meet(self) -> bool:
+        return OWED in self.allowed or not self.waits_for_step
+
+    def meet(self) -> None:
+        if self.waits_for_step:
+            self.use(OWED)
+
+    def collective_point(self) -> None:
+        if not self.is_open:
+            if self.rounds_of_live:
+                self.forget_live()
+            self.settled()
+
+    def settled(self) -> None:
+        """What was owed has been written; a raw forward does not settle, so its loss may be older than that."""
+        self.is_owed = False
+        self.live = {slot: each for slot, each in self.live.items() if each.kind != "raw"}
+
+    def collect(self) -> None:
+        kinds = ["average_losses", "all_reduce", "barrier", "channel"]
+        if self.is_between:
+            kinds += ["consensus", "average", "state"]
+            if not self.is_of_weights and self.choice.name not in ("qadam",):
+                kinds.append("verify")
+        kind = self.chance.choice(kinds)
+        self.meet()
+        self.add(Collect(kind))
+        self.collective_point()
+        if kind == "average":
+            self.changed_weights()
+
+    # Checkpoints and other weights
+
+    @property
+    def can_load(self) -> bool:
+        return (
+            self.saved is not None
+            and self.saved[:2] == (self.choice, self.late_is_frozen)
+            and not self.spare_is_frozen
+        )
+
+    def save(self) -> None:
+        self.add(Save(len(self.actions) + 1))
+        self.collective_point()
+        self.saved = self.choice, self.late_is_frozen, self.round, self.num_steps
+
+    def load(self) -> None:
+        self.add(Load())
+        self.loaded()
+
+    def loaded(self) -> None:
+        assert self.saved is not None
+        *_, self.round, self.num_steps = self.saved
+        self.changed_weights()
+        self.zero_grad(to_none=True)
+        self.rounds_since_step = 0
+        self.is_owed = False
+
+    def resume(self) -> None:
+        self.use(RESUME)
+        self.add(Resume())
+        self.loaded()
+
+    def load_weights(self) -> None:
+        self.use(LOAD)
+        ways = ["ddp", "broadcast"]
+        if not self.is_owed and not self.rounds_since_step and self.choice.name != "async":
+            ways.append("module")
+        self.add(LoadWeights(self.chance.choice(ways), seed=self.seed + len(self.actions)))
+        self.changed_weights()
+        self.zero_grad()
+        self.rounds_since_step = 0
+        self.is_owed = False
+
+    # The algorithm and what is trained
+
+    def targets(self) -> list[str]:
+        """The algorithms that may follow."""
+        if self.optimizer == "qadam":
+            return ["gradient_allreduce"] if self.choice.name == "qadam" else ["qadam"]
+        names = [name for name in ALGORITHMS if name != "qadam"]
+        if self.optimizer != "sgd" and 0 < len(self.stepped) < self.num_ranks:
+            names = [name for name in names if name not in OF_GRADIENTS]  # some ranks have no moments yet
+        return names
+
+    def switch(self) -> None:
+        self.use(SWITCH)
+        name = self.chance.choice(self.targets())
+        if name == "qadam":
+            self.choice = self.first_choice
+        else:
+            self.choice = Choice(name, self.chance.choice((1, 2, 3)))
+        self.add(Switch(self.choice))
+        self.changed_weights()
+        self.zero_grad()
+        self.rounds_since_step = 0
+        self.is_owed = False
+
+    def freeze(self) -> None:
+        if self.spare_is_frozen:
+            self.use(THAW)
+            self.add(Thaw("spare"))
+        else:
+            self.add(Freeze("spare"))
+            self.zero_grad(to_none=True)
+        self.spare_is_frozen = not self.spare_is_frozen
+        self.forget_live()
+
+    @property
+    def can_thaw(self) -> bool:
+        return self.late_is_frozen and (self.optimizer != "qadam" or self.is_warming)
+
+    def thaw(self) -> None:
+        self.use(THAW)
+        self.add(Thaw("late"))
+        self.late_is_frozen = False
+        self.forget_live()
+
+    def join(self) -> None:
+        self.meet()
+        lengths = tuple(self.chance.randint(1, 3) for _ in range(self.num_ranks))
+        backwards = every = 1
+        if JOIN in self.allowed:
+            backwards, every = self.chance.choice(((2, 1), (1, 2), (2, 2)))
+            self.use(JOIN)
+        self.add(Join(lengths, backwards, every, self.num_slots))
+        self.num_slots += max(lengths)
+        steps = -(-max(lengths) // every)
+        self.round += backwards * max(lengths)
+        self.num_steps += steps
+        self.stepped = set(range(self.num_ranks))
+        self.changed_weights()
+        self.zero_grad()
+        self.rounds_since_step = 0
+        self.is_owed = False

@@ -1,0 +1,436 @@
+"""A script in one process: what every rank must hold after every action.
+
+Each rank is a generator that runs through the script by itself and yields where it waits for others; what ranks
+exchange lies on a board, and an exchange is over when every rank has brought its part. So a rank that skips a step and
+one that does not may be at different actions, as in a real world, and a script in which ranks wait for each other is
+found here.
+
+Readings, where more than one is possible:
+
+- The number of a meeting under shift_one is t // interval, also after a change of the algorithm: t goes on counting.
+- A collective point inside a round (after its first training forward of the root) settles nothing; between micro-batches
+  of a round that no such forward has opened, it does.
+- Under asynchronous averaging a second round on live graphs takes its snapshot of the weights as they would be.
+- Rank 0's buffers are taken over at a round's first training forward of the root; what happens to buffers in a round
+  without one is not asked (see `is_asked` in `campaign`).
+- Moments that a change from weights to gradients averages are all floating-point tensors of the optimizer's state, its
+  step counts included; a rank that has none of a parameter counts as zeros.
+- After QAdam's warm-up replayed batches of a join count as gradients of zero.
+- consensus_distance looks at all parameters, frozen ones too; buffers do not count.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sequences.actions import (
+    LEARNING_RATE,
+    Action,
+    Backward,
+    ByHand,
+    Close,
+    Collect,
+    Evaluate,
+    Forward,
+    Freeze,
+    Join,
+    Load,
+    LoadWeights,
+    Net,
+    Resume,
+    Save,
+    Script,
+    Step,
+    Switch,
+    Sync,
+    Thaw,
+    ZeroGrad,
+    batch_of,
+    change_by_hand,
+    floats,
+    loss_of,
+    make_model,
+    row_of,
+)
+from sequences.rules import RULES, Waiting, Weights, mean_of
+
+Key = tuple[str, int]
+
+
+class Board:
+    """What ranks bring to each exchange, by channel and number."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.brought: defaultdict[Key, dict[int, Any]] = defaultdict(dict)
+
+    def is_full(self, key: Key) -> bool:
+        return len(self.brought[key]) == self.size
+
+    def values(self, key: Key) -> list[Any]:
+        return [self.brought[key][rank] for rank in range(self.size)]
+
+
+class Adam:
+    """QAdamOptimizer's rule for one rank, by name; `fold` is called once for each step after the warm-up."""
+
+    def __init__(self, model: nn.Module, warmup: int) -> None:
+        self.model, self.warmup = model, warmup
+        self.num_steps = 0
+        self.state: dict[str, dict[str, Any]] = {}
+        self.found_infinity = False
+        self.folded = False
+
+    @property
+    def is_warm(self) -> bool:
+        return self.num_steps >= self.warmup
+
+    def of(self, name: str) -> dict[str, Any]:
+        zeros = torch.zeros_like(self.model.get_parameter(name))
+        return self.state.setdefault(name, {"m": zeros, "v": zeros.clone(), "num_m": 0, "num_v": 0})
+
+    def first(self, name: str) -> Tensor:
+        moment: Tensor = self.of(name)["m"]
+        return moment
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        self.folded = True
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                self.of(name)["m"].mul_(0.9).add_(parameter.grad, alpha=0.1)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        folded, self.folded = self.folded, False
+        if self.found_infinity:
+            self.found_infinity = False
+            return
+        if self.is_warm and not folded:
+            self.fold()
+            self.folded = False
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is None:
+                continue
+            own = self.of(name)
+            own["num_m"] += 1
+            if not self.is_warm:
+                own["num_v"] += 1
+                own["m"].mul_(0.9).add_(parameter.grad, alpha=0.1)
+                own["v"].mul_(0.999).add_(parameter.grad**2, alpha=0.001)
+            first = own["m"] / (1 - 0.9 ** own["num_m"])
+            second = own["v"] / (1 - 0.999 ** own["num_v"])
+            parameter -= 0.01 * first / (second.sqrt() + 1e-8)
+        self.num_steps += 1
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.model.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps, "state": copy.deepcopy(self.state)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_steps, self.state = state["num_steps"], copy.deepcopy(state["state"])
+
+
+class Replica:
+    """One simulated rank."""
+
+    def __init__(self, number: int, script: Script, board: Board, model: Net) -> None:
+        self.number, self.script, self.board, self.model = number, script, board, model
+        self.num_posted: defaultdict[str, int] = defaultdict(int)
+        self.optimizer = self.make_optimizer()
+        self.round = 0
+        self.is_open = False  # the round's first training forward of the root has been
+        self.own_gradients: dict[str, Tensor] = {}  # those of the round under way
+        self.weight = 1.0  # the share of real batches in the round under way
+        self.is_replaying = False
+        self.losses: dict[int, tuple[Tensor, Forward]] = {}
+        self.known = {name for name, each in model.named_parameters() if each.requires_grad}
+        self.saved: dict[str, Any] = {}
+        self.results: list[float] = []
+        self.rows: list[Tensor] = []
+        self.choice = script.choice
+        self.rule = RULES[script.choice.name](self, script.choice)
+        self.rule.begin()
+
+    def make_optimizer(self) -> Any:
+        parameters = self.model.parameters()
+        match self.script.optimizer:
+            case "sgd":
+                return torch.optim.SGD(parameters, lr=LEARNING_RATE)
+            case "momentum":
+                return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9, weight_decay=0.01)
+            case "adam":
+                return torch.optim.Adam(parameters, lr=0.01)
+        return Adam(self.model, self.script.choice.warmup)
+
+    def adam(self) -> Adam:
+        assert isinstance(self.optimizer, Adam)
+        return self.optimizer
+
+    # Exchanges
+
+    def post(self, channel: str, value: Any) -> Key:
+        """Bring `value` to the next exchange on `channel`, without waiting; yielding the key waits for all ranks'."""
+        key = (channel, self.num_posted[channel])
+        self.num_posted[channel] += 1
+        self.board.brought[key][self.number] = value
+        return key
+
+    def exchange(self, channel: str, value: Any) -> Generator[Any, Any, list[Any]]:
+        everyone: list[Any] = yield self.post(channel, value)
+        return everyone
+
+    # Weights
+
+    def included(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that the algorithm keeps together."""
+        return ((name, each) for name, each in self.model.named_parameters() if name in self.known)
+
+    def weights(self) -> Weights:
+        frozen = {name for name, _ in self.model.named_parameters()} - self.known
+        return {name: each.clone() for name, each in floats(self.model) if name not in frozen}
+
+    @torch.no_grad()
+    def write(self, weights: Weights) -> None:
+        for name, each in floats(self.model):
+            if name in weights:
+                each.copy_(weights[name])
+
+    # Rounds
+
+    def collective_point(self) -> Waiting:
+        if not self.is_open:
+            yield from self.rule.settle()
+
+    def open_round(self, late: bool) -> Waiting:
+        thawed = [name for name, p in self.model.named_parameters() if p.requires_grad and name not in self.known]
+        self.known.update(thawed)
+        self.rule.take_in(thawed)
+        yield from self.rule.open(late)
+
+    def forward(self, kind: str, in_eval: bool, spare: bool, x: Tensor, y: Tensor) -> Generator[Any, Any, Tensor]:
+        if kind != "raw":
+            yield from self.collective_point()
+        if kind in ("ddp", "module") and not in_eval and not self.is_open:
+            yield from self.open_round(late=False)
+            self.is_open = True
+        self.model.train(not in_eval)
+        loss = loss_of(self.model, self.model, kind, spare, x, y)
+        self.model.train()
+        return loss
+
+    def backward(self, loss: Tensor, retain: bool, synchronises: bool) -> Waiting:
+        trained = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
+        found = torch.autograd.grad(
+            loss, [each for _, each in trained], retain_graph=retain, allow_unused=True, materialize_grads=False
+        )
+        for (name, parameter), gradient in zip(trained, found, strict=True):
+            if gradient is not None:
+                gradient = torch.zeros_like(gradient) if self.is_replaying else gradient
+                parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
+                own = self.own_gradients.get(name)
+                self.own_gradients[name] = gradient.clone() if own is None else own + gradient
+        if synchronises:
+            yield from self.end_round()
+
+    def end_round(self) -> Waiting:
+        if not self.is_open:
+            yield from self.open_round(late=True)
+        yield from self.rule.end()
+        self.round += 1
+        self.is_open = False
+        self.own_gradients = {}
+
+    def step(self, skips: bool) -> Waiting:
+        if isinstance(self.optimizer, Adam):
+            self.optimizer.found_infinity = skips
+        elif skips:
+            return
+        yield from self.rule.before_step()
+        self.optimizer.step()
+        yield from self.rule.after_step()
+
+    def zero_grad(self, to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=to_none)
+        self.own_gradients = {}
+
+    # The script
+
+    def run(self) -> Waiting:
+        for at, action in enumerate(self.script.actions):
+            self.results = []
+            yield from self.act(at, action)
+            self.rows.append(row_of(self.model, self.results))
+
+    def act(self, at: int, action: Action) -> Waiting:
+        seed = self.script.seed
+        match action:
+            case Forward():
+                x, y = batch_of(seed, action.slot, self.number)
+                loss = yield from self.forward(action.kind, action.in_eval, action.spare[self.number], x, y)
+                self.losses[action.slot] = loss, action
+                self.results = [loss.item()]
+            case Backward():
+                roots = [slot for slot in action.slots if self.losses[slot][1].is_root]
+                inside = self.losses[max(roots)][1].in_no_sync if roots else action.in_no_sync
+                total = torch.stack([self.losses[slot][0] for slot in action.slots]).sum()
+                yield from self.backward(total, action.retain, not inside)
+            case Sync():
+                yield from self.end_round()
+            case Step():
+                yield from self.step(self.number in action.skipping)
+            case ZeroGrad():
+                self.zero_grad(action.to_none)
+            case ByHand():
+                change_by_hand(self.model, action, seed, at, self.number)
+            case Evaluate():
+                self.evaluate(at)
+            case Collect():
+                yield from self.collective_point()
+                yield from self.collect(action.kind, at)
+            case Save():
+                yield from self.collective_point()
+                self.saved = {
+                    "model": copy.deepcopy(self.model.state_dict()),
+                    "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+                    "rule": self.rule.state(),
+                    "round": self.round,
+                }
+            case Load():
+                yield from self.collective_point()
+                self.load()
+            case Resume():
+                yield from self.collective_point()
+                self.model.zero_grad()
+                self.optimizer = self.make_optimizer()
+                self.rule = RULES[self.choice.name](self, self.choice)
+                self.known = {name for name, each in self.model.named_parameters() if each.requires_grad}
+                self.load()
+            case LoadWeights():
+                yield from self.load_weights(action)
+            case Switch():
+                yield from self.switch(action)
+            case Freeze():
+                self.model.get_submodule(action.part).requires_grad_(False)
+            case Thaw():
+                self.model.get_submodule(action.part).requires_grad_(True)
+            case Join():
+                yield from self.join(action)
+            case Close():
+                yield from self.collective_point()
+
+    def evaluate(self, at: int) -> None:
+        x, _ = batch_of(self.script.seed, 1000 + at, 0)
+        self.model.eval()
+        with torch.no_grad():
+            self.results = [float(self.model(x, True).sum()), float(self.model.encode(x).sum())]
+        self.model.train()
+
+    def collect(self, kind: str, at: int) -> Waiting:
+        parameters = {name: each.detach().clone() for name, each in self.model.named_parameters()}
+        everyone = yield from self.exchange("user", (float(self.number + at), parameters))
+        numbers, replicas = [number for number, _ in everyone], [each for _, each in everyone]
+        mean = mean_of(replicas)
+        if kind == "average_losses":
+            counts = [rank + 1 for rank in range(len(everyone))]
+            total = sum(value * count for value, count in zip(numbers, counts, strict=True))
+            self.results = [total / sum(counts)]
+        elif kind in ("all_reduce", "channel"):
+            self.results = [sum(numbers)]
+        elif kind == "consensus":
+            squares = [sum(float((own[name] - mean[name]).square().sum()) for name in mean) for own in replicas]
+            self.results = [(sum(squares) / len(squares)) ** 0.5]
+        elif kind == "average":
+            self.results = [float(sum(each.sum() for each in mean.values()))]
+
+    def load(self) -> None:
+        self.model.load_state_dict(self.saved["model"])
+        self.optimizer.load_state_dict(copy.deepcopy(self.saved["optimizer"]))
+        self.round = self.saved["round"]
+        self.rule.begin()
+        self.rule.restore(self.saved["rule"])
+
+    def load_weights(self, action: LoadWeights) -> Waiting:
+        yield from self.collective_point()
+        state: dict[str, Tensor] = make_model(self.script.buffers, action.seed).state_dict()
+        if action.through == "broadcast":
+            everyone = yield from self.exchange("user", copy.deepcopy(self.model.state_dict()))
+            state = everyone[-1]
+        self.model.load_state_dict(state)
+        self.rule.begin()
+
+    def switch(self, action: Switch) -> Waiting:
+        yield from self.collective_point()
+        was_of_weights = self.rule.exchanges_weights
+        self.choice = action.choice
+        self.rule = RULES[action.choice.name](self, action.choice)
+        if was_of_weights:
+            own = {name: each.clone() for name, each in floats(self.model)}
+            everyone = yield from self.exchange("weights", own)
+            self.write(mean_of(everyone))
+            if not self.rule.exchanges_weights:
+                yield from self.average_moments()
+        self.known |= {name for name, each in self.model.named_parameters() if each.requires_grad}
+        self.rule.begin()
+
+    def average_moments(self) -> Waiting:
+        names = {each: name for name, each in self.model.named_parameters()}
+        own = {
+            (names[parameter], key): value.clone()
+            for parameter, state in self.optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
+        everyone = yield from self.exchange("moments", own)
+        for name, key in {each for theirs in everyone for each in theirs}:
+            values = [theirs[name, key] for theirs in everyone if (name, key) in theirs]
+            mean = sum(values) / len(everyone)
+            self.optimizer.state[self.model.get_parameter(name)][key] = mean.clone()
+
+    def join(self, action: Join) -> Waiting:
+        self.zero_grad()
+        length = action.lengths[self.number]
+        for count in range(max(action.lengths)):
+            yield from self.collective_point()
+            self.is_replaying = count >= length
+            self.weight = 0.0 if self.is_replaying else 1.0
+            x, y = batch_of(self.script.seed, action.first + min(count, length - 1), self.number)
+            for _ in range(action.backwards):
+                loss = yield from self.forward("ddp", False, False, x, y)
+                yield from self.backward(loss, False, True)
+            if (count + 1) % action.every == 0:
+                yield from self.step(False)
+                self.zero_grad()
+        yield from self.collective_point()  # the vote that finds nobody with data
+        self.is_replaying, self.weight = False, 1.0
+        if max(action.lengths) % action.every:
+            yield from self.step(False)
+
+
+def simulate(script: Script) -> list[Tensor]:
+    """The rows of each rank, by action."""
+    board = Board(script.num_ranks)
+    first = make_model(script.buffers, seed=10 * script.seed)  # all begin with rank 0's
+    ranks = [Replica(number, script, board, copy.deepcopy(first)) for number in range(script.num_ranks)]
+    waits: dict[int, Key | None] = {rank.number: None for rank in ranks}
+    programs = [rank.run() for rank in ranks]
+    while waits:
+        ready = [number for number, key in waits.items() if key is None or board.is_full(key)]
+        if not ready:
+            ends = [len(rank.rows) for rank in ranks]
+            raise AssertionError(f"ranks wait for each other after {ends} actions\n{script.told(min(ends))}")
+        for number in ready:
+            key = waits[number]
+            try:
+                waits[number] = programs[number].send(None if key is None else board.values(key))
+            except StopIteration:
+                del waits[number]
+    return [torch.stack(rank.rows) for rank in ranks]
