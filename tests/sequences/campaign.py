@@ -19,7 +19,8 @@ from torch import Tensor
 
 from murmura import run_world
 from sequences.actions import Forward, Net, Script, columns
-from sequences.drawing import ALGORITHMS, OF_GRADIENTS, draw_script
+from sequences.drawing import draw_script
+from sequences.position import ALGORITHMS, OF_GRADIENTS
 from sequences.rank import LONG_SECONDS, Told, run_scripts
 from sequences.simulation import simulate
 
@@ -69,8 +70,8 @@ class Findings:
 def is_asked(script: Script, at: int, algorithm: str, warmup: int) -> bool:
     """Whether the buffers after an action are compared.
 
-    Where gradients are exchanged, ranks hold buffers of their own between two rounds; only just after a training forward
-    of the root is it said which.
+    Where gradients are exchanged, ranks hold buffers of their own between two rounds; only just after a training
+    forward of the root is it said which.
     """
     action = script.actions[at]
     if algorithm not in (*OF_GRADIENTS, "async") or (algorithm == "async" and warmup == 0):

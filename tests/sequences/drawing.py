@@ -5,23 +5,19 @@ A script uses only some of the hazards, so that most failures have one cause to 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection
 
 from sequences.actions import (
     BY_HAND,
-    HAZARDS,
     JOIN,
     LIVE,
     LOAD,
     MIXED,
     NO_ROOT,
-    OWED,
     RESUME,
     SKIP,
     SWITCH,
     THAW,
-    Action,
     Backward,
     ByHand,
     Choice,
@@ -42,19 +38,7 @@ from sequences.actions import (
     Thaw,
     ZeroGrad,
 )
-
-ALGORITHMS = (
-    "gradient_allreduce",
-    "bytegrad",
-    "decentralized",
-    "shift_one",
-    "low_precision_decentralized",
-    "qadam",
-    "async",
-    "local_sgd",
-    "diloco",
-)
-OF_GRADIENTS = ("gradient_allreduce", "bytegrad", "qadam")
+from sequences.position import Position
 
 
 def draw_script(seed: int, algorithm: str, hazards: Collection[str] | None = None) -> Script:
@@ -62,64 +46,8 @@ def draw_script(seed: int, algorithm: str, hazards: Collection[str] | None = Non
     return _Walk(seed, algorithm, hazards).draw()
 
 
-class _Walk:
-    """A walk, and what must be known of the way so far to say what is legal next."""
-
-    def __init__(self, seed: int, algorithm: str, hazards: Collection[str] | None) -> None:
-        self.seed = seed
-        self.chance = chance = random.Random(f"{algorithm} {seed}")
-        drawn = chance.sample(HAZARDS, chance.choice((0, 1, 1, 1, 2, 2, 3, len(HAZARDS))))
-        self.allowed = frozenset(drawn if hazards is None else hazards)
-        self.num_ranks = chance.choice((2, 2, 2, 3, 4))
-        self.first_choice = self.choice = self.draw_choice(algorithm)
-        self.buffers = chance.choice(("", "", "norm", "mean"))
-        self.optimizer = "qadam" if algorithm == "qadam" else chance.choice(("sgd", "momentum", "adam"))
-        self.actions: list[Action] = []
-        self.met: list[frozenset[str]] = []
-        self.num_slots = 0
-        self.live: dict[int, Forward] = {}  # losses whose backward may still run
-        self.rounds_of_live = 0  # rounds since the oldest of these was computed
-        self.round = 0
-        self.is_open = self.is_held = False
-        self.rounds_since_step = 0
-        self.num_steps = 0
-        self.stepped: set[int] = set()
-        self.has_stepped_or_skipped = False
-        self.is_owed = False
-        self.late_is_frozen, self.spare_is_frozen = True, False
-        self.saved: tuple[Choice, bool, int, int] | None = None
-
-    def draw_choice(self, name: str) -> Choice:
-        chance = self.chance
-        warmup = chance.choice((1, 2, 3)) if name == "qadam" else chance.choice((0, 0, 2)) if name == "async" else 0
-        return Choice(name, chance.choice((1, 1, 2, 3)), warmup)
-
-    # What is known
-
-    @property
-    def is_of_weights(self) -> bool:
-        if self.choice.name == "async":
-            return self.round >= self.choice.warmup
-        return self.choice.name not in OF_GRADIENTS
-
-    @property
-    def is_warming(self) -> bool:
-        return self.optimizer == "qadam" and self.num_steps < self.first_choice.warmup
-
-    @property
-    def is_between(self) -> bool:
-        return not self.is_open and not self.is_held
-
-    def use(self, hazard: str) -> None:
-        self.using.add(hazard)
-
-    def add(self, action: Action) -> None:
-        self.actions.append(action)
-
-    def is_lucky(self, probability: float) -> bool:
-        return self.chance.random() < probability
-
-    # The walk
+class _Walk(Position):
+    """A walk from one position to the next."""
 
     def draw(self) -> Script:
         self.using: set[str] = set()
@@ -145,21 +73,24 @@ class _Walk:
         can_step = between and self.rounds_since_step > 0
         is_clean = between and self.rounds_since_step == 0
         return [
-            (self.forward, 1.0 if self.live else 6.0),
+            (self.forward, 6.0 if not self.live else 1.0 if LIVE not in allowed or self.rounds_of_live else 3.0),
             (self.backward, 6.0 if self.live else 0.0),
             (self.sync, 3.0 if self.is_held else 0.0),
             (self.step, 8.0 if can_step else 0.0),
-            (self.by_hand, 2.0 if between and BY_HAND in allowed and self.round else 0.0),
+            (self.by_hand, 3.0 if between and BY_HAND in allowed and self.round else 0.0),
             (self.evaluate, 0.5),
             (self.collect, (3.0 if self.is_owed else 0.7) if self.can_meet else 0.0),
-            (self.save, 0.4 if between and not self.spare_is_frozen else 0.0),
+            (
+                self.save,
+                (1.0 if self.is_owed or RESUME in allowed else 0.4) if between and self.can_save else 0.0,
+            ),
             (self.load, 1.0 if between and self.can_load else 0.0),
-            (self.resume, 1.5 if between and self.can_load and RESUME in allowed else 0.0),
+            (self.resume, 4.0 if between and self.can_load and RESUME in allowed else 0.0),
             (self.load_weights, 1.0 if between and LOAD in allowed else 0.0),
             (self.switch, 1.0 if between and SWITCH in allowed and self.targets() else 0.0),
             (self.freeze, 0.3 if is_clean and not self.is_warming and self.optimizer != "qadam" else 0.0),
-            (self.thaw, 1.5 if is_clean and THAW in allowed and self.can_thaw else 0.0),
-            (self.join, (1.5 if JOIN in allowed else 0.3) if between and self.can_meet and not self.is_warming else 0.0),
+            (self.thaw, 3.0 if is_clean and THAW in allowed and self.can_thaw else 0.0),
+            (self.join, (1.5 if JOIN in allowed or self.is_owed else 0.3) if between and self.can_join else 0.0),
         ]
 
     def finish(self) -> None:
@@ -210,6 +141,7 @@ class _Walk:
         if not self.live:
             self.rounds_of_live = 0
         self.live[action.slot] = action
+        self.has_begun = True
         self.add(action)
 
     def backward(self) -> None:
@@ -243,7 +175,7 @@ class _Walk:
                 self.forget_live()
 
     def round_ended(self) -> None:
-        self.is_open = self.is_held = False
+        self.is_open = self.is_held = self.has_begun = self.has_just_thawed = False
         self.round += 1
         self.rounds_of_live += 1
         self.rounds_since_step += 1
@@ -261,10 +193,12 @@ class _Walk:
 
     def step(self) -> None:
         skipping: list[int] = []
-        if SKIP in self.allowed and self.is_lucky(0.4):
+        if SKIP in self.allowed and self.is_lucky(0.5):
             everyone = list(range(self.num_ranks))
             is_alone = self.is_of_weights or (self.choice.name == "qadam" and not self.is_warming)
-            skipping = sorted(self.chance.sample(everyone, self.chance.randint(1, len(everyone)))) if is_alone else everyone
+            skipping = (
+                sorted(self.chance.sample(everyone, self.chance.randint(1, len(everyone)))) if is_alone else everyone
+            )
             self.use(SKIP)
         self.add(Step(tuple(skipping)))
         is_common = self.optimizer == "qadam" and bool(skipping)
@@ -300,20 +234,6 @@ class _Walk:
     def evaluate(self) -> None:
         self.add(Evaluate())
 
-    @property
-    def waits_for_step(self) -> bool:
-        """Whether weights will be written that no step has been skipped for."""
-        is_pending = self.rounds_since_step > 0 or self.choice.name == "async"
-        return self.is_of_weights and not self.is_open and is_pending
-
-    @property
-    def can_meet(self) -> bool:
-        return OWED in self.allowed or not self.waits_for_step
-
-    def meet(self) -> None:
-        if self.waits_for_step:
-            self.use(OWED)
-
     def collective_point(self) -> None:
         if not self.is_open:
             if self.rounds_of_live:
@@ -326,7 +246,7 @@ class _Walk:
         self.live = {slot: each for slot, each in self.live.items() if each.kind != "raw"}
 
     def collect(self) -> None:
-        kinds = ["average_losses", "all_reduce", "barrier", "channel"]
+        kinds = ["average_losses", "all_reduce", "barrier", "channel", "pair"]
         if self.is_between:
             kinds += ["consensus", "average", "state"]
             if not self.is_of_weights and self.choice.name not in ("qadam",):
@@ -334,19 +254,14 @@ class _Walk:
         kind = self.chance.choice(kinds)
         self.meet()
         self.add(Collect(kind))
-        self.collective_point()
+        if kind == "pair":
+            self.forget_live()  # on the other ranks it is no collective point: what is owed may stay so
+        else:
+            self.collective_point()
         if kind == "average":
             self.changed_weights()
 
     # Checkpoints and other weights
-
-    @property
-    def can_load(self) -> bool:
-        return (
-            self.saved is not None
-            and self.saved[:2] == (self.choice, self.late_is_frozen)
-            and not self.spare_is_frozen
-        )
 
     def save(self) -> None:
         self.add(Save(len(self.actions) + 1))
@@ -383,15 +298,6 @@ class _Walk:
 
     # The algorithm and what is trained
 
-    def targets(self) -> list[str]:
-        """The algorithms that may follow."""
-        if self.optimizer == "qadam":
-            return ["gradient_allreduce"] if self.choice.name == "qadam" else ["qadam"]
-        names = [name for name in ALGORITHMS if name != "qadam"]
-        if self.optimizer != "sgd" and 0 < len(self.stepped) < self.num_ranks:
-            names = [name for name in names if name not in OF_GRADIENTS]  # some ranks have no moments yet
-        return names
-
     def switch(self) -> None:
         self.use(SWITCH)
         name = self.chance.choice(self.targets())
@@ -409,20 +315,17 @@ class _Walk:
         if self.spare_is_frozen:
             self.use(THAW)
             self.add(Thaw("spare"))
+            self.has_just_thawed = True
         else:
             self.add(Freeze("spare"))
             self.zero_grad(to_none=True)
         self.spare_is_frozen = not self.spare_is_frozen
         self.forget_live()
 
-    @property
-    def can_thaw(self) -> bool:
-        return self.late_is_frozen and (self.optimizer != "qadam" or self.is_warming)
-
     def thaw(self) -> None:
         self.use(THAW)
         self.add(Thaw("late"))
-        self.late_is_frozen = False
+        self.late_is_frozen, self.has_just_thawed = False, True
         self.forget_live()
 
     def join(self) -> None:
@@ -436,6 +339,7 @@ class _Walk:
         self.num_slots += max(lengths)
         steps = -(-max(lengths) // every)
         self.round += backwards * max(lengths)
+        self.has_just_thawed = False
         self.num_steps += steps
         self.stepped = set(range(self.num_ranks))
         self.changed_weights()

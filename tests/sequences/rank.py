@@ -68,9 +68,7 @@ def algorithm_of(choice: Choice) -> Algorithm:
         case "qadam":
             return murmura.QAdamAlgorithm()
         case "async":
-            return murmura.AsyncModelAverageAlgorithm(
-                sync_interval_rounds=choice.interval, warmup_rounds=choice.warmup
-            )
+            return murmura.AsyncModelAverageAlgorithm(sync_interval_rounds=choice.interval, warmup_rounds=choice.warmup)
         case "local_sgd":
             return murmura.LocalSGDAlgorithm(choice.interval)
         case "diloco":
@@ -99,6 +97,8 @@ class Rank:
         self.rank = transport.rank
         self.script = script
         self.choice = script.choice
+        self.channel = transport.channel("user")
+        self.pair = transport.subgroup([0, 1])  # None on the other ranks
         self.model = make_model(script.buffers, seed=10 * script.seed + self.rank)
         self.ddp = DDP(self.model, transport, algorithm=algorithm_of(script.choice))
         self.optimizer = optimizer_of(script, self.model)
@@ -156,7 +156,13 @@ class Rank:
             case Join():
                 self.join(action)
             case Close():
-                ddp.close()
+                self.close()
+
+    def close(self) -> None:
+        self.ddp.close()
+        self.channel.close()
+        if self.pair is not None:
+            self.pair.close()
 
     def syncing(self, synchronises: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if synchronises else self.ddp.no_sync()
@@ -198,9 +204,12 @@ class Rank:
             case "barrier":
                 transport.barrier()
             case "channel":
-                with transport.channel("user") as channel:
-                    channel.all_reduce(mine)
+                self.channel.all_reduce(mine)
                 self.results = mine.tolist()
+            case "pair":
+                if self.pair is not None:
+                    self.pair.all_reduce(mine)
+                    self.results = mine.tolist()
             case "verify":
                 ddp.verify_in_sync()
             case "consensus":
@@ -209,7 +218,7 @@ class Rank:
                 with ddp.average_parameters():
                     self.results = [float(sum(p.detach().sum() for p in self.model.parameters()))]
             case "state":
-                ddp.algorithm_state_dict()
+                ddp.load_algorithm_state_dict(ddp.algorithm_state_dict())
 
     def own_checkpointer(self) -> Checkpointer:
         if self.checkpointer is None:
@@ -300,7 +309,7 @@ def _run_script(group: Transport, script: Script, folder: Path, patience: float)
     finally:
         if rank is not None:
             with contextlib.suppress(Exception):
-                rank.ddp.close()
+                rank.close()
     return Told(torch.stack(rows) if rows else torch.empty(0, 0), error)
 
 

@@ -148,9 +148,7 @@ class Decentralized(Rule):
         read, now = self.read, self.rank.weights()
         assert read is not None
         return {
-            name: torch.where(x == read[name], average[name], x + average[name] - read[name])
-            if name in read
-            else x
+            name: torch.where(x == read[name], average[name], x + average[name] - read[name]) if name in read else x
             for name, x in now.items()
         }
 
@@ -331,13 +329,13 @@ class QAdam(MeanGradients):
         trained = [(name, each) for name, each in self.rank.model.named_parameters() if each.requires_grad]
         used = {name for name, each in trained if each.grad is not None}
         everyone = yield from self.rank.exchange("flags", (used, adam.found_infinity))
-        if any(found for _, found in everyone):
-            adam.found_infinity = True
-            return
         used_anywhere = {name for names, _ in everyone for name in names}
         for name, parameter in trained:
             if name in used_anywhere and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        if any(found for _, found in everyone):
+            adam.found_infinity = True
+            return
         adam.fold()
         moments = [adam.first(name) for name, _ in trained]
         everyone = yield from self.rank.exchange("moments", torch.cat([each.reshape(-1) for each in moments]))

@@ -8,8 +8,8 @@ found here.
 Readings, where more than one is possible:
 
 - The number of a meeting under shift_one is t // interval, also after a change of the algorithm: t goes on counting.
-- A collective point inside a round (after its first training forward of the root) settles nothing; between micro-batches
-  of a round that no such forward has opened, it does.
+- A collective point inside a round (after its first training forward of the root) settles nothing; between
+  micro-batches of a round that no such forward has opened, it does. One between a backward and its step settles too.
 - Under asynchronous averaging a second round on live graphs takes its snapshot of the weights as they would be.
 - Rank 0's buffers are taken over at a round's first training forward of the root; what happens to buffers in a round
   without one is not asked (see `is_asked` in `campaign`).
@@ -58,85 +58,8 @@ from sequences.actions import (
     make_model,
     row_of,
 )
+from sequences.exchanges import Adam, Board, Key
 from sequences.rules import RULES, Waiting, Weights, mean_of
-
-Key = tuple[str, int]
-
-
-class Board:
-    """What ranks bring to each exchange, by channel and number."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.brought: defaultdict[Key, dict[int, Any]] = defaultdict(dict)
-
-    def is_full(self, key: Key) -> bool:
-        return len(self.brought[key]) == self.size
-
-    def values(self, key: Key) -> list[Any]:
-        return [self.brought[key][rank] for rank in range(self.size)]
-
-
-class Adam:
-    """QAdamOptimizer's rule for one rank, by name; `fold` is called once for each step after the warm-up."""
-
-    def __init__(self, model: nn.Module, warmup: int) -> None:
-        self.model, self.warmup = model, warmup
-        self.num_steps = 0
-        self.state: dict[str, dict[str, Any]] = {}
-        self.found_infinity = False
-        self.folded = False
-
-    @property
-    def is_warm(self) -> bool:
-        return self.num_steps >= self.warmup
-
-    def of(self, name: str) -> dict[str, Any]:
-        zeros = torch.zeros_like(self.model.get_parameter(name))
-        return self.state.setdefault(name, {"m": zeros, "v": zeros.clone(), "num_m": 0, "num_v": 0})
-
-    def first(self, name: str) -> Tensor:
-        moment: Tensor = self.of(name)["m"]
-        return moment
-
-    @torch.no_grad()
-    def fold(self) -> None:
-        self.folded = True
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                self.of(name)["m"].mul_(0.9).add_(parameter.grad, alpha=0.1)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        folded, self.folded = self.folded, False
-        if self.found_infinity:
-            self.found_infinity = False
-            return
-        if self.is_warm and not folded:
-            self.fold()
-            self.folded = False
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is None:
-                continue
-            own = self.of(name)
-            own["num_m"] += 1
-            if not self.is_warm:
-                own["num_v"] += 1
-                own["m"].mul_(0.9).add_(parameter.grad, alpha=0.1)
-                own["v"].mul_(0.999).add_(parameter.grad**2, alpha=0.001)
-            first = own["m"] / (1 - 0.9 ** own["num_m"])
-            second = own["v"] / (1 - 0.999 ** own["num_v"])
-            parameter -= 0.01 * first / (second.sqrt() + 1e-8)
-        self.num_steps += 1
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.model.zero_grad(set_to_none=set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_steps": self.num_steps, "state": copy.deepcopy(self.state)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_steps, self.state = state["num_steps"], copy.deepcopy(state["state"])
 
 
 class Replica:
@@ -294,8 +217,9 @@ class Replica:
             case Evaluate():
                 self.evaluate(at)
             case Collect():
-                yield from self.collective_point()
-                yield from self.collect(action.kind, at)
+                if action.kind != "pair" or self.number < 2:
+                    yield from self.collective_point()
+                    yield from self.collect(action.kind, at)
             case Save():
                 yield from self.collective_point()
                 self.saved = {
@@ -336,14 +260,15 @@ class Replica:
 
     def collect(self, kind: str, at: int) -> Waiting:
         parameters = {name: each.detach().clone() for name, each in self.model.named_parameters()}
-        everyone = yield from self.exchange("user", (float(self.number + at), parameters))
+        channel = "pair" if kind == "pair" else "user"
+        everyone = yield from self.exchange(channel, (float(self.number + at), parameters))
         numbers, replicas = [number for number, _ in everyone], [each for _, each in everyone]
         mean = mean_of(replicas)
         if kind == "average_losses":
             counts = [rank + 1 for rank in range(len(everyone))]
             total = sum(value * count for value, count in zip(numbers, counts, strict=True))
             self.results = [total / sum(counts)]
-        elif kind in ("all_reduce", "channel"):
+        elif kind in ("all_reduce", "channel", "pair"):
             self.results = [sum(numbers)]
         elif kind == "consensus":
             squares = [sum(float((own[name] - mean[name]).square().sum()) for name in mean) for own in replicas]
