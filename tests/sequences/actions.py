@@ -212,7 +212,7 @@ class Net(nn.Module):
         self.buffers_kind = buffers
 
     def forward(self, x: Tensor, spare: bool = False) -> Tensor:
-        hidden = self.norm(self.stem(x)) * self.scale
+        hidden = self.norm(torch.tanh(self.stem(x))) * self.scale  # BatchNorm alone would cancel the bias
         if self.buffers_kind == "mean":
             if self.training:
                 with torch.no_grad():

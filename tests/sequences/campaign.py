@@ -40,6 +40,7 @@ class Failure:
     script: Script
     at: int
     what: str
+    kind: str = "other numbers"  # or the errors that were raised
 
     @property
     def hazards(self) -> frozenset[str]:
@@ -59,12 +60,24 @@ class Findings:
     num_scripts: int = 0
     failures: list[tuple[int, Failure]] = field(default_factory=list)  # with the number of the script, from 1
 
-    def by_hazards(self) -> dict[frozenset[str], list[tuple[int, Failure]]]:
-        """The failures by the hazards they may come from, the first ones first."""
-        found: dict[frozenset[str], list[tuple[int, Failure]]] = {}
+    def by_kind(self) -> dict[tuple[frozenset[str], str], list[tuple[int, Failure]]]:
+        """The failures by the hazards they may come from and by what was seen; each with the first one first."""
+        found: dict[tuple[frozenset[str], str], list[tuple[int, Failure]]] = {}
         for number, failure in self.failures:
-            found.setdefault(failure.hazards, []).append((number, failure))
+            found.setdefault((failure.hazards, failure.kind), []).append((number, failure))
         return found
+
+    def told(self, with_scripts: bool) -> str:
+        """The kinds of failures, those with the fewest hazards first."""
+        lines = []
+        kinds = sorted(self.by_kind().items(), key=lambda each: (len(each[0][0]), each[1][0][0]))
+        for (hazards, kind), found in kinds:
+            number, failure = found[0]
+            what = ", ".join(sorted(hazards)) or "no hazard"
+            lines.append(f"{what} [{kind}]: {len(found)} times, first in script {number} (seed {failure.script.seed})")
+            if with_scripts:
+                lines.append("  " + str(failure).replace("\n", "\n  "))
+        return "\n".join(lines)
 
 
 def is_asked(script: Script, at: int, algorithm: str, warmup: int) -> bool:
@@ -99,7 +112,8 @@ def compare(script: Script, told: Sequence[Told]) -> Failure | None:
         ends = [rank for rank, each in enumerate(told) if at >= len(each.rows)]
         if ends:
             errors = [f"rank {rank}: {told[rank].error}" for rank in ends]
-            return Failure(script, at, f"action {at} raised\n" + "\n".join(errors))
+            kinds = sorted({told[rank].error.partition(":")[0] for rank in ends})
+            return Failure(script, at, f"action {at} raised\n" + "\n".join(errors), " and ".join(kinds))
         if _all_equal([rows[at][is_parameter] for rows in wanted]):
             replicas = [each.rows[at][is_parameter] for each in told]
             if not _all_equal(replicas):
@@ -176,12 +190,8 @@ def main() -> int:
         seconds = time.monotonic() - start
         print(f"{algorithm} on {options.world}: {findings.num_scripts} scripts in {seconds:.1f} s, ", end="")
         print(f"{len(findings.failures)} failed", flush=True)
-        for met, found in sorted(findings.by_hazards().items(), key=lambda each: (len(each[0]), each[1][0][0])):
-            number, failure = found[0]
-            what = ", ".join(sorted(met)) or "no hazard"
-            print(f"  {what}: {len(found)} times, first in script {number} (seed {failure.script.seed})")
-            if not options.quiet:
-                print("    " + str(failure).replace("\n", "\n    "))
+        if findings.failures:
+            print("  " + findings.told(not options.quiet).replace("\n", "\n  "), flush=True)
         failed |= bool(findings.failures)
     return int(failed)
 

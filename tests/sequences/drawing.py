@@ -14,6 +14,7 @@ from sequences.actions import (
     LOAD,
     MIXED,
     NO_ROOT,
+    OWED,
     RESUME,
     SKIP,
     SWITCH,
@@ -330,6 +331,8 @@ class _Walk(Position):
 
     def join(self) -> None:
         self.meet()
+        if self.choice.name == "async":
+            self.use(OWED)
         lengths = tuple(self.chance.randint(1, 3) for _ in range(self.num_ranks))
         backwards = every = 1
         if JOIN in self.allowed:

@@ -117,4 +117,5 @@ class Position:
 
     @property
     def can_join(self) -> bool:
-        return self.can_meet and not self.is_warming
+        """A join of an asynchronous average may leave its warm-up."""
+        return self.can_meet and not self.is_warming and (self.choice.name != "async" or OWED in self.allowed)
