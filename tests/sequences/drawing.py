@@ -116,6 +116,7 @@ class _Walk(Position):
         always = self.is_warming
         spare = tuple(always or (self.is_lucky(0.5) and not self.spare_is_frozen) for _ in range(self.num_ranks))
         self.num_slots += 1
+        self.last_root_in_no_sync = in_no_sync
         return Forward(self.num_slots - 1, kind, in_eval, in_no_sync, spare)
 
     def forward(self) -> None:
@@ -147,19 +148,12 @@ class _Walk(Position):
 
     def backward(self) -> None:
         slots = tuple(sorted(self.chance.sample(sorted(self.live), self.chance.randint(1, len(self.live)))))
-        roots = [slot for slot in slots if self.live[slot].is_root]
         retain = LIVE in self.allowed and self.is_lucky(0.4)
-        if roots:
-            is_local = self.live[max(roots)].in_no_sync
-            in_no_sync = is_local
-            contexts = {self.live[slot].in_no_sync for slot in roots}
+        if any(self.live[slot].is_root for slot in slots):
+            is_local = in_no_sync = self.last_root_in_no_sync
             if MIXED in self.allowed and self.is_lucky(0.5):
                 in_no_sync = not in_no_sync
-            if in_no_sync != is_local or len(contexts) > 1:
-                if MIXED not in self.allowed:
-                    slots, roots, contexts = (max(roots),), [max(roots)], {is_local}
-                else:
-                    self.use(MIXED)
+                self.use(MIXED)
         else:
             is_local = in_no_sync = self.is_lucky(0.25)
         if not is_local and self.rounds_of_live:

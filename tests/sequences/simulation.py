@@ -7,6 +7,8 @@ found here.
 
 Readings, where more than one is possible:
 
+- A backward that passes an output of the root is decided by the root's last forward, as in torch, also if that is
+  another one than the backward passes.
 - The number of a meeting under shift_one is t // interval, also after a change of the algorithm: t goes on counting.
 - A collective point inside a round (after its first training forward of the root) settles nothing; between
   micro-batches of a round that no such forward has opened, it does. One between a backward and its step settles too.
@@ -74,6 +76,7 @@ class Replica:
         self.own_gradients: dict[str, Tensor] = {}  # those of the round under way
         self.weight = 1.0  # the share of real batches in the round under way
         self.is_replaying = False
+        self.last_root_in_no_sync = False
         self.losses: dict[int, tuple[Tensor, Forward]] = {}
         self.known = {name for name, each in model.named_parameters() if each.requires_grad}
         self.saved: dict[str, Any] = {}
@@ -200,10 +203,12 @@ class Replica:
                 x, y = batch_of(seed, action.slot, self.number)
                 loss = yield from self.forward(action.kind, action.in_eval, action.spare[self.number], x, y)
                 self.losses[action.slot] = loss, action
+                if action.is_root:
+                    self.last_root_in_no_sync = action.in_no_sync
                 self.results = [loss.item()]
             case Backward():
-                roots = [slot for slot in action.slots if self.losses[slot][1].is_root]
-                inside = self.losses[max(roots)][1].in_no_sync if roots else action.in_no_sync
+                passes_root = any(self.losses[slot][1].is_root for slot in action.slots)
+                inside = self.last_root_in_no_sync if passes_root else action.in_no_sync
                 total = torch.stack([self.losses[slot][0] for slot in action.slots]).sum()
                 yield from self.backward(total, action.retain, not inside)
             case Sync():
@@ -331,6 +336,7 @@ class Replica:
             for _ in range(action.backwards):
                 loss = yield from self.forward("ddp", False, False, x, y)
                 yield from self.backward(loss, False, True)
+            self.last_root_in_no_sync = False
             if (count + 1) % action.every == 0:
                 yield from self.step(False)
                 self.zero_grad()

@@ -121,8 +121,8 @@ def test_a_script_in_which_ranks_wait_for_each_other_is_found() -> None:
 def test_the_last_forward_of_the_root_decides_whether_a_backward_synchronises() -> None:
     choice = Choice("gradient_allreduce")
     inside, outside = forward(0, in_no_sync=True), forward(1)
-    both = simulate(script_of(choice, inside, outside, Backward((0, 1), False, True)))
-    one = simulate(script_of(choice, outside, inside, Backward((0,), False, False)))
+    both = simulate(script_of(choice, inside, outside, Backward((0,), False, True)))
+    one = simulate(script_of(choice, outside, inside, Backward((1,), False, False)))
     assert torch.equal(*(each[2].nan_to_num() for each in both))
     assert not torch.equal(*(each[2].nan_to_num() for each in one))
 
