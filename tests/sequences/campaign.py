@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from murmura import run_world
-from sequences.actions import Forward, Net, Script, columns
+from sequences.actions import Net, Script, columns
 from sequences.drawing import draw_script
-from sequences.position import ALGORITHMS, OF_GRADIENTS
+from sequences.position import ALGORITHMS
 from sequences.rank import LONG_SECONDS, Told, run_scripts
 from sequences.simulation import simulate
 
@@ -80,33 +80,16 @@ class Findings:
         return "\n".join(lines)
 
 
-def is_asked(script: Script, at: int, algorithm: str, warmup: int) -> bool:
-    """Whether the buffers after an action are compared.
-
-    Where gradients are exchanged, ranks hold buffers of their own between two rounds; only just after a training
-    forward of the root is it said which.
-    """
-    action = script.actions[at]
-    if algorithm not in (*OF_GRADIENTS, "async") or (algorithm == "async" and warmup == 0):
-        return True
-    return isinstance(action, Forward) and action.is_root and not action.in_eval
-
-
 def compare(script: Script, told: Sequence[Told]) -> Failure | None:
     """The first difference to the simulation, or the error that ended a rank before it."""
     wanted = simulate(script)
     names = columns(Net(script.buffers))
     parameters = {name for name, _ in Net(script.buffers).named_parameters()}
-    is_buffer = torch.tensor([name not in parameters and not name.startswith(("gradient", "result")) for name in names])
     is_parameter = torch.tensor([name in parameters for name in names])
-    choice = script.choice
     for at in range(len(script.actions)):
-        action = script.actions[at]
-        choice = getattr(action, "choice", choice)
-        ignored = is_buffer if not is_asked(script, at, choice.name, choice.warmup) else torch.zeros_like(is_buffer)
         for rank, each in enumerate(told):
             if at < len(each.rows):
-                found = _difference(each.rows[at], wanted[rank][at], ignored, names)
+                found = _difference(each.rows[at], wanted[rank][at], names)
                 if found:
                     return Failure(script, at, f"rank {rank}, action {at}: {found}")
         ends = [rank for rank, each in enumerate(told) if at >= len(each.rows)]
@@ -121,8 +104,8 @@ def compare(script: Script, told: Sequence[Told]) -> Failure | None:
     return None
 
 
-def _difference(got: Tensor, wanted: Tensor, ignored: Tensor, names: Sequence[str]) -> str:
-    same = torch.isclose(got, wanted, rtol=WITHIN, atol=WITHIN, equal_nan=True) | ignored
+def _difference(got: Tensor, wanted: Tensor, names: Sequence[str]) -> str:
+    same = torch.isclose(got, wanted, rtol=WITHIN, atol=WITHIN, equal_nan=True)
     if bool(same.all()):
         return ""
     first = int((~same).nonzero()[0])

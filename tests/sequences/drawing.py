@@ -123,10 +123,8 @@ class _Walk(Position):
         if self.rounds_of_live:
             self.forget_live()  # what is owed is settled now, which may change the weights
         in_no_sync, was_open = self.is_lucky(0.25), self.is_open
-        # What buffers a round without a training forward of the root begins with is not asked.
-        can_eval = not self.buffers or self.is_of_weights or self.is_open
         if NO_ROOT in self.allowed and not self.is_warming and self.is_lucky(0.7):
-            kind = self.chance.choice(("part", "method", "raw") + (("eval",) * 2 if can_eval else ()))
+            kind = self.chance.choice(("part", "method", "raw", "eval", "eval"))
             if kind == "eval":
                 action = self.root_forward(in_no_sync, in_eval=True)
             else:

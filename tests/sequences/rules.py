@@ -1,8 +1,9 @@
 """What each algorithm owes its replicas, and when: one object for each simulated rank, in plain torch.
 
 `open` is called when a round begins: at the first training forward of the root, or, in a round that had none, when its
-backward runs (`late`); `end` when a synchronising backward has left its gradients; `settle` at every collective point
-between two rounds. What waits for other ranks is a generator.
+backward runs; `end` when a synchronising backward has left its gradients; `settle` between two rounds, before a forward
+and in the wrapper's own calls; `before_collective` before an operation of the user's own on the transport. What waits
+for other ranks is a generator.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Rule:
     def take_in(self, names: list[str]) -> None:
         """Parameters that were thawed belong to the model from now on."""
 
-    def open(self, late: bool) -> Waiting:
+    def open(self) -> Waiting:
         yield from ()
 
     def end(self) -> Waiting:
@@ -69,6 +70,9 @@ class Rule:
     def settle(self) -> Waiting:
         yield from ()
 
+    def before_collective(self) -> Waiting:
+        yield from ()
+
     def state(self) -> dict[str, Any]:
         return {name: copy.deepcopy(getattr(self, name)) for name in self.kept}
 
@@ -78,7 +82,7 @@ class Rule:
 
 
 class MeanGradients(Rule):
-    """p.grad becomes the mean over the ranks; rank 0's buffers are taken over when a round begins.
+    """p.grad becomes the mean over the ranks.
 
     In a join a round's own gradients are summed and divided by the shares of real batches; what an earlier round left
     is the same everywhere, and stays.
@@ -88,19 +92,8 @@ class MeanGradients(Rule):
     def exchanges_weights(self) -> bool:
         return False
 
-    def open(self, late: bool) -> Waiting:
-        if not late:
-            yield from take_buffers_of_rank_0(self.rank)
-
     def end(self) -> Waiting:
         yield from average_gradients(self.rank)
-
-
-def take_buffers_of_rank_0(rank: Replica) -> Waiting:
-    own = {name: each.clone() for name, each in rank.model.named_buffers()}
-    everyone = yield from rank.exchange("buffers", own)
-    for name, each in rank.model.named_buffers():
-        each.copy_(everyone[0][name])
 
 
 def average_gradients(rank: Replica) -> Waiting:
@@ -130,7 +123,7 @@ class Decentralized(Rule):
         self.key: Any = None
         self.meeting = 0
 
-    def open(self, late: bool) -> Waiting:
+    def open(self) -> Waiting:
         rank = self.rank
         if rank.round % self.choice.interval:
             return
@@ -171,23 +164,41 @@ class ShiftOne(Decentralized):
 
 
 class AfterStep(Rule):
-    """Each round that is due owes an exchange: after the step, or, where it is skipped, when it is settled."""
+    """Each round that is due owes an exchange: after the step, or, where it is skipped, when it is settled.
+
+    What rounds before the last one owe is settled before the step. Before an operation of the user's own a rank does
+    not know whether its step was skipped or is still to come: the ranks communicate if any of them has stepped.
+    """
 
     def begin(self) -> None:
         self.num_owed = 0
+        self.is_last_due = False
 
     def is_due(self, number: int) -> bool:
         return (number + 1) % self.choice.interval == 0
 
     def end(self) -> Waiting:
-        self.num_owed += self.is_due(self.rank.round)
+        self.is_last_due = self.is_due(self.rank.round)
+        self.num_owed += self.is_last_due
         yield from ()
+
+    def before_step(self) -> Waiting:
+        yield from self.settle(num_left=int(self.is_last_due))
 
     def after_step(self) -> Waiting:
         yield from self.settle()
 
-    def settle(self) -> Waiting:
+    def settle(self, num_left: int = 0) -> Waiting:
+        while self.num_owed > num_left:
+            yield from self.rank.exchange("votes", True)
+            self.num_owed -= 1
+            yield from self.communicate()
+
+    def before_collective(self) -> Waiting:
         while self.num_owed:
+            votes = yield from self.rank.exchange("votes", False)
+            if not any(votes):
+                return
             self.num_owed -= 1
             yield from self.communicate()
 
@@ -277,12 +288,8 @@ class Async(Rule):
     def exchanges_weights(self) -> bool:
         return self.rank.round >= self.choice.warmup
 
-    def open(self, late: bool) -> Waiting:
-        if not self.exchanges_weights:
-            if not late:
-                yield from take_buffers_of_rank_0(self.rank)
-            return
-        if self.rank.round % self.choice.interval:
+    def open(self) -> Waiting:
+        if not self.exchanges_weights or self.rank.round % self.choice.interval:
             return
         self.earlier = yield from self.correction()
         now = self.rank.weights()

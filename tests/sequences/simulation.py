@@ -10,11 +10,16 @@ Readings, where more than one is possible:
 - A backward that passes an output of the root is decided by the root's last forward, as in torch, also if that is
   another one than the backward passes.
 - The number of a meeting under shift_one is t // interval, also after a change of the algorithm: t goes on counting.
-- A collective point inside a round (after its first training forward of the root) settles nothing; between
-  micro-batches of a round that no such forward has opened, it does. One between a backward and its step settles too.
+- Inside a round (after its first training forward of the root) nothing is settled; between micro-batches of a round
+  that no such forward has opened, it is.
+- An operation of the user's own on the transport settles only what another rank waits for: the exchange of a rank that
+  has stepped. All else (an average that is ready, a step that all ranks have skipped or that is still to come) waits
+  for a forward or for a call of the wrapper's own, such as its close.
+- What rounds before the last owe is settled before the step. A round that began in its backward is settled after the
+  step too, because no forward may follow that tells of the next.
 - Under asynchronous averaging a second round on live graphs takes its snapshot of the weights as they would be.
-- Rank 0's buffers are taken over at a round's first training forward of the root; what happens to buffers in a round
-  without one is not asked (see `is_asked` in `campaign`).
+- Where gradients are exchanged, rank 0's buffers are taken over at a round's first training forward of the root, or, in
+  a round without one, before its step, or when it is settled.
 - Moments that a change from weights to gradients averages are all floating-point tensors of the optimizer's state, its
   step counts included; a rank that has none of a parameter counts as zeros.
 - After QAdam's warm-up replayed batches of a join count as gradients of zero.
@@ -76,6 +81,8 @@ class Replica:
         self.own_gradients: dict[str, Tensor] = {}  # those of the round under way
         self.weight = 1.0  # the share of real batches in the round under way
         self.is_replaying = False
+        self.owes_buffers = False  # rank 0's are still to be taken over
+        self.was_late = False  # the last round began in its backward
         self.last_root_in_no_sync = False
         self.losses: dict[int, tuple[Tensor, Forward]] = {}
         self.known = {name for name, each in model.named_parameters() if each.requires_grad}
@@ -132,21 +139,31 @@ class Replica:
 
     # Rounds
 
-    def collective_point(self) -> Waiting:
+    def settle(self) -> Waiting:
         if not self.is_open:
             yield from self.rule.settle()
+            yield from self.take_owed_buffers()
 
-    def open_round(self, late: bool) -> Waiting:
+    def open_round(self) -> Waiting:
         thawed = [name for name, p in self.model.named_parameters() if p.requires_grad and name not in self.known]
         self.known.update(thawed)
         self.rule.take_in(thawed)
-        yield from self.rule.open(late)
+        yield from self.rule.open()
+        self.owes_buffers = not self.rule.exchanges_weights
+
+    def take_owed_buffers(self) -> Waiting:
+        if self.owes_buffers:
+            self.owes_buffers = False
+            everyone = yield from self.exchange("buffers", [each.clone() for each in self.model.buffers()])
+            for own, first in zip(self.model.buffers(), everyone[0], strict=True):
+                own.copy_(first)
 
     def forward(self, kind: str, in_eval: bool, spare: bool, x: Tensor, y: Tensor) -> Generator[Any, Any, Tensor]:
         if kind != "raw":
-            yield from self.collective_point()
+            yield from self.settle()
         if kind in ("ddp", "module") and not in_eval and not self.is_open:
-            yield from self.open_round(late=False)
+            yield from self.open_round()
+            yield from self.take_owed_buffers()
             self.is_open = True
         self.model.train(not in_eval)
         loss = loss_of(self.model, self.model, kind, spare, x, y)
@@ -168,8 +185,9 @@ class Replica:
             yield from self.end_round()
 
     def end_round(self) -> Waiting:
-        if not self.is_open:
-            yield from self.open_round(late=True)
+        self.was_late = not self.is_open
+        if self.was_late:
+            yield from self.open_round()
         yield from self.rule.end()
         self.round += 1
         self.is_open = False
@@ -180,9 +198,12 @@ class Replica:
             self.optimizer.found_infinity = skips
         elif skips:
             return
+        yield from self.take_owed_buffers()
         yield from self.rule.before_step()
         self.optimizer.step()
         yield from self.rule.after_step()
+        if self.was_late:
+            yield from self.settle()
 
     def zero_grad(self, to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=to_none)
@@ -222,11 +243,14 @@ class Replica:
             case Evaluate():
                 self.evaluate(at)
             case Collect():
+                if action.kind in ("consensus", "average", "verify", "state"):
+                    yield from self.settle()
+                elif not self.is_open and (action.kind != "pair" or self.number < 2):
+                    yield from self.rule.before_collective()
                 if action.kind != "pair" or self.number < 2:
-                    yield from self.collective_point()
                     yield from self.collect(action.kind, at)
             case Save():
-                yield from self.collective_point()
+                yield from self.settle()
                 self.saved = {
                     "model": copy.deepcopy(self.model.state_dict()),
                     "optimizer": copy.deepcopy(self.optimizer.state_dict()),
@@ -234,10 +258,10 @@ class Replica:
                     "round": self.round,
                 }
             case Load():
-                yield from self.collective_point()
+                yield from self.settle()
                 self.load()
             case Resume():
-                yield from self.collective_point()
+                yield from self.settle()
                 self.model.zero_grad()
                 self.optimizer = self.make_optimizer()
                 self.rule = RULES[self.choice.name](self, self.choice)
@@ -254,7 +278,7 @@ class Replica:
             case Join():
                 yield from self.join(action)
             case Close():
-                yield from self.collective_point()
+                yield from self.settle()
 
     def evaluate(self, at: int) -> None:
         x, _ = batch_of(self.script.seed, 1000 + at, 0)
@@ -289,7 +313,7 @@ class Replica:
         self.rule.restore(self.saved["rule"])
 
     def load_weights(self, action: LoadWeights) -> Waiting:
-        yield from self.collective_point()
+        yield from self.settle()
         state: dict[str, Tensor] = make_model(self.script.buffers, action.seed).state_dict()
         if action.through == "broadcast":
             everyone = yield from self.exchange("user", copy.deepcopy(self.model.state_dict()))
@@ -298,7 +322,7 @@ class Replica:
         self.rule.begin()
 
     def switch(self, action: Switch) -> Waiting:
-        yield from self.collective_point()
+        yield from self.settle()
         was_of_weights = self.rule.exchanges_weights
         self.choice = action.choice
         self.rule = RULES[action.choice.name](self, action.choice)
@@ -329,7 +353,7 @@ class Replica:
         self.zero_grad()
         length = action.lengths[self.number]
         for count in range(max(action.lengths)):
-            yield from self.collective_point()
+            yield from self.settle()
             self.is_replaying = count >= length
             self.weight = 0.0 if self.is_replaying else 1.0
             x, y = batch_of(self.script.seed, action.first + min(count, length - 1), self.number)
@@ -340,7 +364,7 @@ class Replica:
             if (count + 1) % action.every == 0:
                 yield from self.step(False)
                 self.zero_grad()
-        yield from self.collective_point()  # the vote that finds nobody with data
+        yield from self.settle()  # the vote that finds nobody with data
         self.is_replaying, self.weight = False, 1.0
         if max(action.lengths) % action.every:
             yield from self.step(False)
