@@ -41,7 +41,7 @@ class Position:
         self.round = 0
         self.is_open = self.is_held = False
         self.has_begun = False  # a forward of any kind has been, since the last round
-        self.last_root_in_no_sync = False
+        self.last_root_in_no_sync = self.root_waits = False
         self.rounds_since_step = 0
         self.num_steps = 0
         self.stepped: set[int] = set()
@@ -108,7 +108,7 @@ class Position:
         if self.optimizer == "qadam":
             return ["gradient_allreduce"] if self.choice.name == "qadam" else ["qadam"]
         names = [name for name in ALGORITHMS if name != "qadam"]
-        if self.optimizer != "sgd" and 0 < len(self.stepped) < self.num_ranks:
+        if 0 < len(self.stepped) < self.num_ranks:
             names = [name for name in names if name not in OF_GRADIENTS]  # some ranks have no moments yet
         return names
 

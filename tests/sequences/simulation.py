@@ -8,13 +8,13 @@ found here.
 Readings, where more than one is possible:
 
 - A backward that passes an output of the root is decided by the root's last forward, as in torch, also if that is
-  another one than the backward passes.
+  another one than the backward passes; and so is one that passes none while that forward still waits for a backward.
 - The number of a meeting under shift_one is t // interval, also after a change of the algorithm: t goes on counting.
-- Inside a round (after its first training forward of the root) nothing is settled; between micro-batches of a round
-  that no such forward has opened, it is.
-- An operation of the user's own on the transport settles only what another rank waits for: the exchange of a rank that
-  has stepped. All else (an average that is ready, a step that all ranks have skipped or that is still to come) waits
-  for a forward or for a call of the wrapper's own, such as its close.
+- Inside a round (after its first training forward of the root, or after a local backward) nothing is settled, but for
+  what other ranks wait for before a local backward's round has been opened.
+- An operation of the user's own on the transport, consensus_distance, average_parameters and verify_in_sync settle only
+  what another rank waits for: the exchange of a rank that has stepped. All else (an average that is ready, a step that
+  all ranks have skipped or that is still to come) waits for a forward or for another call of the wrapper's.
 - What rounds before the last owe is settled before the step. A round that began in its backward is settled after the
   step too, because no forward may follow that tells of the next.
 - Under asynchronous averaging a second round on live graphs takes its snapshot of the weights as they would be.
@@ -83,7 +83,9 @@ class Replica:
         self.is_replaying = False
         self.owes_buffers = False  # rank 0's are still to be taken over
         self.was_late = False  # the last round began in its backward
+        self.is_held = False  # local backwards have left gradients for the round under way
         self.last_root_in_no_sync = False
+        self.root_waits = False  # no backward has been since the root's last forward
         self.losses: dict[int, tuple[Tensor, Forward]] = {}
         self.known = {name for name, each in model.named_parameters() if each.requires_grad}
         self.saved: dict[str, Any] = {}
@@ -140,7 +142,7 @@ class Replica:
     # Rounds
 
     def settle(self) -> Waiting:
-        if not self.is_open:
+        if not self.is_open and not self.is_held:
             yield from self.rule.settle()
             yield from self.take_owed_buffers()
 
@@ -171,6 +173,7 @@ class Replica:
         return loss
 
     def backward(self, loss: Tensor, retain: bool, synchronises: bool) -> Waiting:
+        self.root_waits = False
         trained = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
         found = torch.autograd.grad(
             loss, [each for _, each in trained], retain_graph=retain, allow_unused=True, materialize_grads=False
@@ -181,6 +184,7 @@ class Replica:
                 parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
                 own = self.own_gradients.get(name)
                 self.own_gradients[name] = gradient.clone() if own is None else own + gradient
+        self.is_held = True
         if synchronises:
             yield from self.end_round()
 
@@ -190,7 +194,7 @@ class Replica:
             yield from self.open_round()
         yield from self.rule.end()
         self.round += 1
-        self.is_open = False
+        self.is_open = self.is_held = False
         self.own_gradients = {}
 
     def step(self, skips: bool) -> Waiting:
@@ -225,11 +229,12 @@ class Replica:
                 loss = yield from self.forward(action.kind, action.in_eval, action.spare[self.number], x, y)
                 self.losses[action.slot] = loss, action
                 if action.is_root:
-                    self.last_root_in_no_sync = action.in_no_sync
+                    self.last_root_in_no_sync, self.root_waits = action.in_no_sync, True
                 self.results = [loss.item()]
             case Backward():
                 passes_root = any(self.losses[slot][1].is_root for slot in action.slots)
-                inside = self.last_root_in_no_sync if passes_root else action.in_no_sync
+                is_decided = passes_root or self.root_waits
+                inside = self.last_root_in_no_sync if is_decided else action.in_no_sync
                 total = torch.stack([self.losses[slot][0] for slot in action.slots]).sum()
                 yield from self.backward(total, action.retain, not inside)
             case Sync():
@@ -243,7 +248,7 @@ class Replica:
             case Evaluate():
                 self.evaluate(at)
             case Collect():
-                if action.kind in ("consensus", "average", "verify", "state"):
+                if action.kind == "state":
                     yield from self.settle()
                 elif not self.is_open and (action.kind != "pair" or self.number < 2):
                     yield from self.rule.before_collective()
@@ -360,7 +365,7 @@ class Replica:
             for _ in range(action.backwards):
                 loss = yield from self.forward("ddp", False, False, x, y)
                 yield from self.backward(loss, False, True)
-            self.last_root_in_no_sync = False
+            self.last_root_in_no_sync = self.root_waits = False
             if (count + 1) % action.every == 0:
                 yield from self.step(False)
                 self.zero_grad()
