@@ -1,6 +1,6 @@
 """Runs scripts on worlds of the library and holds every rank, after every action, to the simulation.
 
-``python -m sequences.campaign --algorithms local_sgd --scripts 500 --kind threads`` from the folder of the tests runs
+``python -m sequences.campaign --algorithms local_sgd --scripts 500 --world threads`` from the folder of the tests runs
 more of them, and says after how many scripts each kind of failure was found.
 """
 

@@ -154,7 +154,7 @@ class _Walk(Position):
                 self.use(MIXED)
         else:
             is_local = in_no_sync = self.is_lucky(0.25)
-        if not is_local and self.rounds_of_live:
+        if self.rounds_of_live:
             self.use(LIVE)
         self.add(Backward(slots, retain, in_no_sync))
         self.root_waits = False
