@@ -1,0 +1,396 @@
+"""A script in one process: what every rank must hold after every action.
+
+Each rank is a generator that runs through the script by itself and yields where it waits for others; what ranks
+exchange lies on a board, and an exchange is over when every rank has brought its part. So a rank that skips a step and
+one that does not may be at different actions, as in a real world, and a script in which ranks wait for each other is
+found here.
+
+Readings, where more than one is possible:
+
+- A backward that passes an output of the root is decided by the root's last forward, as in torch, also if that is
+  another one than the backward passes; and so is one that passes none while that forward still waits for a backward.
+- The number of a meeting under shift_one is t // interval, also after a change of the algorithm: t goes on counting.
+- Inside a round (after its first training forward of the root, or after a local backward) nothing is settled, but for
+  what other ranks wait for before a local backward's round has been opened.
+- An operation of the user's own on the transport, consensus_distance, average_parameters and verify_in_sync settle only
+  what another rank waits for: the exchange of a rank that has stepped. All else (an average that is ready, a step that
+  all ranks have skipped or that is still to come) waits for a forward or for another call of the wrapper's.
+- What rounds before the last owe is settled before the step. A round that began in its backward is settled after the
+  step too, because no forward may follow that tells of the next.
+- Under asynchronous averaging a second round on live graphs takes its snapshot of the weights as they would be.
+- Where gradients are exchanged, rank 0's buffers are taken over at a round's first training forward of the root, or, in
+  a round without one, before its step, or when it is settled.
+- Moments that a change from weights to gradients averages are all floating-point tensors of the optimizer's state, its
+  step counts included; a rank that has none of a parameter counts as zeros.
+- After QAdam's warm-up replayed batches of a join count as gradients of zero.
+- consensus_distance looks at all parameters, frozen ones too; buffers do not count.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sequences.actions import (
+    LEARNING_RATE,
+    Action,
+    Backward,
+    ByHand,
+    Close,
+    Collect,
+    Evaluate,
+    Forward,
+    Freeze,
+    Join,
+    Load,
+    LoadWeights,
+    Net,
+    Resume,
+    Save,
+    Script,
+    Step,
+    Switch,
+    Sync,
+    Thaw,
+    ZeroGrad,
+    batch_of,
+    change_by_hand,
+    floats,
+    loss_of,
+    make_model,
+    row_of,
+)
+from sequences.exchanges import Adam, Board, Key
+from sequences.rules import RULES, Waiting, Weights, mean_of
+
+
+class Replica:
+    """One simulated rank."""
+
+    def __init__(self, number: int, script: Script, board: Board, model: Net) -> None:
+        self.number, self.script, self.board, self.model = number, script, board, model
+        self.num_posted: defaultdict[str, int] = defaultdict(int)
+        self.optimizer = self.make_optimizer()
+        self.round = 0
+        self.is_open = False  # the round's first training forward of the root has been
+        self.own_gradients: dict[str, Tensor] = {}  # those of the round under way
+        self.weight = 1.0  # the share of real batches in the round under way
+        self.is_replaying = False
+        self.owes_buffers = False  # rank 0's are still to be taken over
+        self.was_late = False  # the last round began in its backward
+        self.is_held = False  # local backwards have left gradients for the round under way
+        self.last_root_in_no_sync = False
+        self.root_waits = False  # no backward has been since the root's last forward
+        self.losses: dict[int, tuple[Tensor, Forward]] = {}
+        self.known = {name for name, each in model.named_parameters() if each.requires_grad}
+        self.saved: dict[str, Any] = {}
+        self.results: list[float] = []
+        self.rows: list[Tensor] = []
+        self.choice = script.choice
+        self.rule = RULES[script.choice.name](self, script.choice)
+        self.rule.begin()
+
+    def make_optimizer(self) -> Any:
+        parameters = self.model.parameters()
+        match self.script.optimizer:
+            case "sgd":
+                return torch.optim.SGD(parameters, lr=LEARNING_RATE)
+            case "momentum":
+                return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9, weight_decay=0.01)
+            case "adam":
+                return torch.optim.Adam(parameters, lr=0.01)
+        return Adam(self.model, self.script.choice.warmup)
+
+    def adam(self) -> Adam:
+        assert isinstance(self.optimizer, Adam)
+        return self.optimizer
+
+    # Exchanges
+
+    def post(self, channel: str, value: Any) -> Key:
+        """Bring `value` to the next exchange on `channel`, without waiting; yielding the key waits for all ranks'."""
+        key = (channel, self.num_posted[channel])
+        self.num_posted[channel] += 1
+        self.board.brought[key][self.number] = value
+        return key
+
+    def exchange(self, channel: str, value: Any) -> Generator[Any, Any, list[Any]]:
+        everyone: list[Any] = yield self.post(channel, value)
+        return everyone
+
+    # Weights
+
+    def included(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that the algorithm keeps together."""
+        return ((name, each) for name, each in self.model.named_parameters() if name in self.known)
+
+    def weights(self) -> Weights:
+        frozen = {name for name, _ in self.model.named_parameters()} - self.known
+        return {name: each.clone() for name, each in floats(self.model) if name not in frozen}
+
+    @torch.no_grad()
+    def write(self, weights: Weights) -> None:
+        for name, each in floats(self.model):
+            if name in weights:
+                each.copy_(weights[name])
+
+    # Rounds
+
+    def settle(self) -> Waiting:
+        if not self.is_open and not self.is_held:
+            yield from self.rule.settle()
+            yield from self.take_owed_buffers()
+
+    def open_round(self) -> Waiting:
+        thawed = [name for name, p in self.model.named_parameters() if p.requires_grad and name not in self.known]
+        self.known.update(thawed)
+        self.rule.take_in(thawed)
+        yield from self.rule.open()
+        self.owes_buffers = not self.rule.exchanges_weights
+
+    def take_owed_buffers(self) -> Waiting:
+        if self.owes_buffers:
+            self.owes_buffers = False
+            everyone = yield from self.exchange("buffers", [each.clone() for each in self.model.buffers()])
+            for own, first in zip(self.model.buffers(), everyone[0], strict=True):
+                own.copy_(first)
+
+    def forward(self, kind: str, in_eval: bool, spare: bool, x: Tensor, y: Tensor) -> Generator[Any, Any, Tensor]:
+        if kind != "raw":
+            yield from self.settle()
+        if kind in ("ddp", "module") and not in_eval and not self.is_open:
+            yield from self.open_round()
+            yield from self.take_owed_buffers()
+            self.is_open = True
+        self.model.train(not in_eval)
+        loss = loss_of(self.model, self.model, kind, spare, x, y)
+        self.model.train()
+        return loss
+
+    def backward(self, loss: Tensor, retain: bool, synchronises: bool) -> Waiting:
+        self.root_waits = False
+        trained = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
+        found = torch.autograd.grad(
+            loss, [each for _, each in trained], retain_graph=retain, allow_unused=True, materialize_grads=False
+        )
+        for (name, parameter), gradient in zip(trained, found, strict=True):
+            if gradient is not None:
+                gradient = torch.zeros_like(gradient) if self.is_replaying else gradient
+                parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
+                own = self.own_gradients.get(name)
+                self.own_gradients[name] = gradient.clone() if own is None else own + gradient
+        self.is_held = True
+        if synchronises:
+            yield from self.end_round()
+
+    def end_round(self) -> Waiting:
+        self.was_late = not self.is_open
+        if self.was_late:
+            yield from self.open_round()
+        yield from self.rule.end()
+        self.round += 1
+        self.is_open = self.is_held = False
+        self.own_gradients = {}
+
+    def step(self, skips: bool) -> Waiting:
+        if isinstance(self.optimizer, Adam):
+            self.optimizer.found_infinity = skips
+        elif skips:
+            return
+        yield from self.take_owed_buffers()
+        yield from self.rule.before_step()
+        self.optimizer.step()
+        yield from self.rule.after_step()
+        if self.was_late:
+            yield from self.settle()
+
+    def zero_grad(self, to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=to_none)
+        self.own_gradients = {}
+
+    # The script
+
+    def run(self) -> Waiting:
+        for at, action in enumerate(self.script.actions):
+            self.results = []
+            yield from self.act(at, action)
+            self.rows.append(row_of(self.model, self.results))
+
+    def act(self, at: int, action: Action) -> Waiting:
+        seed = self.script.seed
+        match action:
+            case Forward():
+                x, y = batch_of(seed, action.slot, self.number)
+                loss = yield from self.forward(action.kind, action.in_eval, action.spare[self.number], x, y)
+                self.losses[action.slot] = loss, action
+                if action.is_root:
+                    self.last_root_in_no_sync, self.root_waits = action.in_no_sync, True
+                self.results = [loss.item()]
+            case Backward():
+                passes_root = any(self.losses[slot][1].is_root for slot in action.slots)
+                is_decided = passes_root or self.root_waits
+                inside = self.last_root_in_no_sync if is_decided else action.in_no_sync
+                total = torch.stack([self.losses[slot][0] for slot in action.slots]).sum()
+                yield from self.backward(total, action.retain, not inside)
+            case Sync():
+                yield from self.end_round()
+            case Step():
+                yield from self.step(self.number in action.skipping)
+            case ZeroGrad():
+                self.zero_grad(action.to_none)
+            case ByHand():
+                change_by_hand(self.model, action, seed, at, self.number)
+            case Evaluate():
+                self.evaluate(at)
+            case Collect():
+                if action.kind == "state":
+                    yield from self.settle()
+                elif not self.is_open and (action.kind != "pair" or self.number < 2):
+                    yield from self.rule.before_collective()
+                if action.kind != "pair" or self.number < 2:
+                    yield from self.collect(action.kind, at)
+            case Save():
+                yield from self.settle()
+                self.saved = {
+                    "model": copy.deepcopy(self.model.state_dict()),
+                    "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+                    "rule": self.rule.state(),
+                    "round": self.round,
+                }
+            case Load():
+                yield from self.settle()
+                self.load()
+            case Resume():
+                yield from self.settle()
+                self.model.zero_grad()
+                self.optimizer = self.make_optimizer()
+                self.rule = RULES[self.choice.name](self, self.choice)
+                self.known = {name for name, each in self.model.named_parameters() if each.requires_grad}
+                self.load()
+            case LoadWeights():
+                yield from self.load_weights(action)
+            case Switch():
+                yield from self.switch(action)
+            case Freeze():
+                self.model.get_submodule(action.part).requires_grad_(False)
+            case Thaw():
+                self.model.get_submodule(action.part).requires_grad_(True)
+            case Join():
+                yield from self.join(action)
+            case Close():
+                yield from self.settle()
+
+    def evaluate(self, at: int) -> None:
+        x, _ = batch_of(self.script.seed, 1000 + at, 0)
+        self.model.eval()
+        with torch.no_grad():
+            self.results = [float(self.model(x, True).sum()), float(self.model.encode(x).sum())]
+        self.model.train()
+
+    def collect(self, kind: str, at: int) -> Waiting:
+        parameters = {name: each.detach().clone() for name, each in self.model.named_parameters()}
+        channel = "pair" if kind == "pair" else "user"
+        everyone = yield from self.exchange(channel, (float(self.number + at), parameters))
+        numbers, replicas = [number for number, _ in everyone], [each for _, each in everyone]
+        mean = mean_of(replicas)
+        if kind == "average_losses":
+            counts = [rank + 1 for rank in range(len(everyone))]
+            total = sum(value * count for value, count in zip(numbers, counts, strict=True))
+            self.results = [total / sum(counts)]
+        elif kind in ("all_reduce", "channel", "pair"):
+            self.results = [sum(numbers)]
+        elif kind == "consensus":
+            squares = [sum(float((own[name] - mean[name]).square().sum()) for name in mean) for own in replicas]
+            self.results = [(sum(squares) / len(squares)) ** 0.5]
+        elif kind == "average":
+            self.results = [float(sum(each.sum() for each in mean.values()))]
+
+    def load(self) -> None:
+        self.model.load_state_dict(self.saved["model"])
+        self.optimizer.load_state_dict(copy.deepcopy(self.saved["optimizer"]))
+        self.round = self.saved["round"]
+        self.rule.begin()
+        self.rule.restore(self.saved["rule"])
+
+    def load_weights(self, action: LoadWeights) -> Waiting:
+        yield from self.settle()
+        state: dict[str, Tensor] = make_model(self.script.buffers, action.seed).state_dict()
+        if action.through == "broadcast":
+            everyone = yield from self.exchange("user", copy.deepcopy(self.model.state_dict()))
+            state = everyone[-1]
+        self.model.load_state_dict(state)
+        self.rule.begin()
+
+    def switch(self, action: Switch) -> Waiting:
+        yield from self.settle()
+        was_of_weights = self.rule.exchanges_weights
+        self.choice = action.choice
+        self.rule = RULES[action.choice.name](self, action.choice)
+        if was_of_weights:
+            own = {name: each.clone() for name, each in floats(self.model)}
+            everyone = yield from self.exchange("weights", own)
+            self.write(mean_of(everyone))
+            if not self.rule.exchanges_weights:
+                yield from self.average_moments()
+        self.known |= {name for name, each in self.model.named_parameters() if each.requires_grad}
+        self.rule.begin()
+
+    def average_moments(self) -> Waiting:
+        names = {each: name for name, each in self.model.named_parameters()}
+        own = {
+            (names[parameter], key): value.clone()
+            for parameter, state in self.optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
+        everyone = yield from self.exchange("moments", own)
+        for name, key in {each for theirs in everyone for each in theirs}:
+            values = [theirs[name, key] for theirs in everyone if (name, key) in theirs]
+            mean = sum(values) / len(everyone)
+            self.optimizer.state[self.model.get_parameter(name)][key] = mean.clone()
+
+    def join(self, action: Join) -> Waiting:
+        self.zero_grad()
+        length = action.lengths[self.number]
+        for count in range(max(action.lengths)):
+            yield from self.settle()
+            self.is_replaying = count >= length
+            self.weight = 0.0 if self.is_replaying else 1.0
+            x, y = batch_of(self.script.seed, action.first + min(count, length - 1), self.number)
+            for _ in range(action.backwards):
+                loss = yield from self.forward("ddp", False, False, x, y)
+                yield from self.backward(loss, False, True)
+            self.last_root_in_no_sync = self.root_waits = False
+            if (count + 1) % action.every == 0:
+                yield from self.step(False)
+                self.zero_grad()
+        yield from self.settle()  # the vote that finds nobody with data
+        self.is_replaying, self.weight = False, 1.0
+        if max(action.lengths) % action.every:
+            yield from self.step(False)
+
+
+def simulate(script: Script) -> list[Tensor]:
+    """The rows of each rank, by action."""
+    board = Board(script.num_ranks)
+    first = make_model(script.buffers, seed=10 * script.seed)  # all begin with rank 0's
+    ranks = [Replica(number, script, board, copy.deepcopy(first)) for number in range(script.num_ranks)]
+    waits: dict[int, Key | None] = {rank.number: None for rank in ranks}
+    programs = [rank.run() for rank in ranks]
+    while waits:
+        ready = [number for number, key in waits.items() if key is None or board.is_full(key)]
+        if not ready:
+            ends = [len(rank.rows) for rank in ranks]
+            raise AssertionError(f"ranks wait for each other after {ends} actions\n{script.told(min(ends))}")
+        for number in ready:
+            key = waits[number]
+            try:
+                waits[number] = programs[number].send(None if key is None else board.values(key))
+            except StopIteration:
+                del waits[number]
+    return [torch.stack(rank.rows) for rank in ranks]
