@@ -111,6 +111,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self.abort()
         self._loop.close()
         self._use(self._weights.extended())
+        self._is_running = was_running
         if was_running:
             self.resume()
 

@@ -130,16 +130,19 @@ class RoundDriver:
 
     def settle(self) -> None:
         """Do what the last round still owes, because a step was skipped; nothing inside a round."""
-        self._between_rounds(self.algorithm.settle)
-        self._between_rounds(self._broadcast_owed_buffers)
+        if self.round.is_idle:
+            self._once(self.algorithm.settle)
+            self._once(self._broadcast_owed_buffers)
 
     def before_collective(self) -> None:
         """The user is about to wait for all ranks, which may wait for what this one owes."""
-        if threading.get_ident() == self._thread:  # no operation in a communication thread is the user's own
-            self._between_rounds(self.algorithm.before_collective)
+        # No operation in a communication thread is the user's own, nor is one inside a backward.
+        if threading.get_ident() == self._thread and not self._backward.is_running:
+            self._once(self.algorithm.before_collective)
 
-    def _between_rounds(self, work: Callable[[], None]) -> None:
-        if self.round.is_idle and not self._is_settling:
+    def _once(self, work: Callable[[], None]) -> None:
+        """Run `work`, which may call collectives that are announced to this driver."""
+        if not self._is_settling:
             self._is_settling = True
             try:
                 work()
@@ -236,8 +239,8 @@ class RoundDriver:
             self.algorithm.before_forward()
             if not self._exchanges_weights:
                 self._verify_if_due()
-                if self._broadcasts_buffers:
-                    broadcast_together(self.channel, self.replica.buffers, 0)
+                self._owes_buffers = self._broadcasts_buffers
+                self._broadcast_owed_buffers()
             self.round.begun = True
 
     def _begin_late(self) -> None:
