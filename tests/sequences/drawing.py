@@ -240,7 +240,7 @@ class _Walk(Position):
         self.live = {slot: each for slot, each in self.live.items() if each.kind != "raw"}
 
     def collect(self) -> None:
-        kinds = ["average_losses", "all_reduce", "barrier", "channel", "pair"]
+        kinds = ["average_losses", "all_reduce", "barrier", "channel"]
         if self.is_between:
             kinds += ["consensus", "average", "state"]
             if not self.is_of_weights and self.choice.name not in ("qadam",):
@@ -248,10 +248,7 @@ class _Walk(Position):
         kind = self.chance.choice(kinds)
         self.meet()
         self.add(Collect(kind))
-        if kind == "pair":
-            self.forget_live()  # on the other ranks it is no collective point: what is owed may stay so
-        else:
-            self.collective_point()
+        self.collective_point()
         if kind == "average":
             self.changed_weights()
 

@@ -13,14 +13,14 @@ Key = tuple[str, int]
 
 
 class Board:
-    """What ranks bring to each exchange, by channel and number; on channel "pair" only the first two do."""
+    """What ranks bring to each exchange, by channel and number."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.brought: defaultdict[Key, dict[int, Any]] = defaultdict(dict)
 
     def is_full(self, key: Key) -> bool:
-        return len(self.brought[key]) == (2 if key[0] == "pair" else self.size)
+        return len(self.brought[key]) == self.size
 
     def values(self, key: Key) -> list[Any]:
         return [value for _, value in sorted(self.brought[key].items(), key=lambda each: each[0])]

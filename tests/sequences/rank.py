@@ -98,7 +98,6 @@ class Rank:
         self.script = script
         self.choice = script.choice
         self.channel = transport.channel("user")
-        self.pair = transport.subgroup([0, 1])  # None on the other ranks
         self.model = make_model(script.buffers, seed=10 * script.seed + self.rank)
         self.ddp = DDP(self.model, transport, algorithm=algorithm_of(script.choice))
         self.optimizer = optimizer_of(script, self.model)
@@ -161,8 +160,6 @@ class Rank:
     def close(self) -> None:
         self.ddp.close()
         self.channel.close()
-        if self.pair is not None:
-            self.pair.close()
 
     def syncing(self, synchronises: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if synchronises else self.ddp.no_sync()
@@ -206,10 +203,6 @@ class Rank:
             case "channel":
                 self.channel.all_reduce(mine)
                 self.results = mine.tolist()
-            case "pair":
-                if self.pair is not None:
-                    self.pair.all_reduce(mine)
-                    self.results = mine.tolist()
             case "verify":
                 ddp.verify_in_sync()
             case "consensus":

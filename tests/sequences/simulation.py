@@ -250,10 +250,9 @@ class Replica:
             case Collect():
                 if action.kind == "state":
                     yield from self.settle()
-                elif not self.is_open and (action.kind != "pair" or self.number < 2):
+                elif not self.is_open:
                     yield from self.rule.before_collective()
-                if action.kind != "pair" or self.number < 2:
-                    yield from self.collect(action.kind, at)
+                yield from self.collect(action.kind, at)
             case Save():
                 yield from self.settle()
                 self.saved = {
@@ -294,7 +293,7 @@ class Replica:
 
     def collect(self, kind: str, at: int) -> Waiting:
         parameters = {name: each.detach().clone() for name, each in self.model.named_parameters()}
-        channel = "pair" if kind == "pair" else "user"
+        channel = "user"
         everyone = yield from self.exchange(channel, (float(self.number + at), parameters))
         numbers, replicas = [number for number, _ in everyone], [each for _, each in everyone]
         mean = mean_of(replicas)
@@ -302,7 +301,7 @@ class Replica:
             counts = [rank + 1 for rank in range(len(everyone))]
             total = sum(value * count for value, count in zip(numbers, counts, strict=True))
             self.results = [total / sum(counts)]
-        elif kind in ("all_reduce", "channel", "pair"):
+        elif kind in ("all_reduce", "channel"):
             self.results = [sum(numbers)]
         elif kind == "consensus":
             squares = [sum(float((own[name] - mean[name]).square().sum()) for name in mean) for own in replicas]
