@@ -15,7 +15,7 @@ from torch import Tensor
 
 from murmura.errors import ConfigError, TransportClosed, UsageError
 from murmura.observe.recorder import Probe
-from murmura.transports.failures import again
+from murmura.transports.failures import Departure, Reporter
 from murmura.transports.order import Order, Ticket
 
 
@@ -26,13 +26,23 @@ class TransportCore(ABC):
     """The device whose memory the backend works in; tensors of other kinds are brought there. None: any."""
 
     def __init__(
-        self, rank: int, world_size: int, *, hosts: Sequence[int] | None = None, timeout: float = 600.0, name: str = ""
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        hosts: Sequence[int] | None = None,
+        timeout: float = 600.0,
+        name: str = "",
+        world_ranks: Sequence[int] | None = None,
     ) -> None:
+        """`world_ranks[r]` is what rank r is called in the world, if this is a channel, a subgroup or a part of it."""
         self.rank = rank
         self.world_size = world_size
         self.hosts: Sequence[int] = tuple(hosts) if hosts is not None else (0,) * world_size
         self.timeout = timeout
         self.name = name or "world"
+        self.world_ranks: Sequence[int] = tuple(range(world_size) if world_ranks is None else world_ranks)
+        self._reporter = Reporter(rank, self.world_ranks)
         self._order = Order(f"{self.name}-rank{rank}")
         self._failure: BaseException | None = None
         self._closed = False
@@ -50,6 +60,13 @@ class TransportCore(ABC):
         """Poison the transport because of `error`, so that peers learn the cause before `close` ends it."""
         if self._failure is None:
             self._failure = error
+
+    def _parting(self) -> Departure:
+        """What to tell the peers when this rank closes: the failure of a channel, if one failed, outlives it."""
+        failures = [self._failure, *(split._failure for split in self._splits)]
+        failure = next((each for each in failures if each is not None), None)
+        own = self._reporter.own
+        return Departure(own) if failure is None else Departure.of(failure, own)
 
     def observe(self, probe: Probe | None) -> None:
         """Report operations and waiting to `probe`, here and on what is split off now or later; None ends it."""
@@ -109,11 +126,12 @@ class TransportCore(ABC):
         return self._order.submit(f"{name} on rank {self.rank}", turn)
 
     def _turn(self, name: str, work: Callable[[], Any]) -> Any:
-        self._check_usable()
         outermost = not self._operation
+        number = self._num_collectives + (name != "exchange")
+        self._check_usable(name if name == "exchange" else f"{name} #{number}")
         if outermost:
-            self._num_collectives += name != "exchange"
-            self._operation = name if name == "exchange" else f"{name} #{self._num_collectives}"
+            self._num_collectives = number
+            self._operation = name if name == "exchange" else f"{name} #{number}"
         try:
             return work()
         except (UsageError, ConfigError):  # refused before anything was sent
@@ -125,13 +143,15 @@ class TransportCore(ABC):
             if outermost:
                 self._operation = ""
 
-    def _check_usable(self) -> None:
+    def _check_usable(self, operation: str = "") -> None:
         if self._failure is not None:
-            raise again(self._failure) from self._failure
+            raise self._reporter.again(self._failure, operation) from self._failure
         if self._closed:
+            rank = self._reporter.own
             raise TransportClosed(
-                f"rank {self.rank} closed this transport ({self.name}) before the call. Make a new one with connect().",
-                rank=self.rank,
+                f"rank {rank} closed this transport ({self.name}) before the call. Make a new one with connect().",
+                rank=rank,
+                operation=operation or None,
             )
 
     def _seconds(self, timeout: float | None) -> float:

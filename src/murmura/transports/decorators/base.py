@@ -40,6 +40,7 @@ class TransportDecorator(Transport):
             hosts=transport.hosts,
             timeout=transport.timeout,
             name=f"{type(self).__name__}({transport.name})",
+            world_ranks=transport.world_ranks,
         )
         self.inner = transport
 

@@ -86,9 +86,13 @@ class FaultyTransport(TransportDecorator):
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.fault is Fault.HANG:
             self._released.wait()
-            raise TransportClosed(f"rank {self.rank} hung in {self._operation}, as asked, until it was closed.")
+            raise TransportClosed(
+                f"rank {self._reporter.own} hung in {self._operation}, as asked, until it was closed.",
+                rank=self._reporter.own,
+                operation=self._operation,
+            )
         elif self.fault is Fault.RAISE:
-            raise RuntimeError(f"rank {self.rank} raised in {self._operation}, as asked.")
+            raise RuntimeError(f"rank {self._reporter.own} raised in {self._operation}, as asked.")
         elif self.fault is Fault.SLOW:
             time.sleep(SLOW_SECONDS)
         result = work()

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from murmura.errors import ConfigError, TransportClosed
+from murmura.errors import ConfigError
 from murmura.observe.recorder import Probe
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.order import Ticket
@@ -47,6 +47,7 @@ class ThrottledTransport(Transport):
             hosts=transport.hosts,
             timeout=transport.timeout,
             name=f"ThrottledTransport({transport.name})",
+            world_ranks=transport.world_ranks,
         )
         self.inner = transport
         self.bytes_per_second = parse_rate(bandwidth)
@@ -112,6 +113,4 @@ class ThrottledTransport(Transport):
     def _pass_time(self, until: float) -> None:
         while (left := until - time.monotonic()) > 0:
             if self._ended.wait(left):
-                raise TransportClosed(
-                    f"rank {self.rank} closed the transport during {self._operation}.", rank=self.rank
-                )
+                raise self._reporter.closed(self._operation)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from murmura.errors import PeerTimeout, RendezvousError, TransportError
+from murmura.transports.diary import Diary
 from murmura.transports.process_group import ProcessGroupTransport, is_timeout
-from murmura.transports.rendezvous import Diary, Store, under
+from murmura.transports.rendezvous import Store, under
 from murmura.transports.shared_memory import SharedMemoryTransport
 
 
@@ -32,7 +33,7 @@ class Part(ProcessGroupTransport):
             self._break_off()
 
     def _explain(self, error: Exception, waited: float) -> Exception:
-        return (PeerTimeout if is_timeout(error) else TransportError)(str(error), rank=self.rank)
+        return (PeerTimeout if is_timeout(error) else TransportError)(str(error), rank=self._reporter.own)
 
 
 def members_of(hosts: Sequence[int], rank: int) -> list[int]:
@@ -57,11 +58,14 @@ def share_memory(across: Part) -> SharedMemoryTransport:
             len(members),
             hosts=[host] * len(members),
             timeout=across.timeout,
+            world_ranks=[across.world_ranks[member] for member in members],
         )
     except RendezvousError as error:
+        near = [across.world_ranks[member] for member in members]
         raise RendezvousError(
-            f"rank {across.rank} could not share memory with all of ranks {members}, which are on its host: {error}",
-            tuple(members[place] for place in error.missing),
+            f"rank {near[members.index(across.rank)]} could not share memory with all of ranks {near}, which are on "
+            f"its host: {error}",
+            tuple(near[place] for place in error.missing),
         ) from error
 
 
@@ -77,4 +81,6 @@ def join_leaders(store: Store, across: Part, backend: str) -> Part | None:
         backend=backend,
         timeout=across.timeout,
         name=f"{across.name}/leaders",
+        world_ranks=[across.world_ranks[leader] for leader in leaders],
+        watch=lambda: across.diary.cause("the rendezvous"),
     )

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from murmura.collectives.ring import Deadline
-from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportClosed, TransportError
+from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportError
 from murmura.observe.recorder import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_members, describe_exchange
-from murmura.transports.failures import Departure, Patience, again, mismatch, words_of
+from murmura.transports.failures import Departure, Patience, mismatch
 from murmura.transports.hierarchical.parts import Part, join_leaders, leaders_of, members_of, share_memory
 from murmura.transports.order import Ticket
 from murmura.transports.process_group import Check, ProcessGroupTransport
@@ -59,7 +59,14 @@ class HierarchicalTransport(Transport):
         backend: str = "gloo",
         check: str = "best_effort",
     ) -> None:
-        super().__init__(across.rank, across.world_size, hosts=across.hosts, timeout=across.timeout, name=across.name)
+        super().__init__(
+            across.rank,
+            across.world_size,
+            hosts=across.hosts,
+            timeout=across.timeout,
+            name=across.name,
+            world_ranks=across.world_ranks,
+        )
         self.check = parse(Check, check, "check")
         self._store = store
         self._backend = backend
@@ -69,7 +76,6 @@ class HierarchicalTransport(Transport):
         self._place = {member: place for place, member in enumerate(self._members)}  # of a rank on this host
         self._others = [rank for rank in range(self.world_size) if rank != self.rank]
         self._neighbours = [rank for rank in self._members if rank != self.rank]
-        inside.name_ranks(self._members)
         self._split_counts: dict[Any, int] = {}
         self._call = ""  # in words, of the operation under way
         self._began = 0.0
@@ -144,9 +150,10 @@ class HierarchicalTransport(Transport):
         if self._failure is None:
             super().abort(error)
             if not self._closed:
-                self._across.diary.depart(Departure.of(error))  # first, so that whoever fails for it finds the cause
+                # First, so that whoever fails for it finds the cause.
+                self._across.diary.depart(Departure.of(error, self._reporter.own))
             for split in self._splits:
-                split.abort(TransportError(words_of(error)))
+                split.abort(error)
             self._end_waits(error)
 
     def close(self) -> None:
@@ -156,9 +163,9 @@ class HierarchicalTransport(Transport):
         for split in self._splits:
             split.close()
         if self._failure is None:
-            self._across.diary.depart(Departure())
+            self._across.diary.depart(self._parting())
         if not self._order.idle:  # what still waits in the communication thread will wait no more
-            self._end_waits(TransportClosed(f"rank {self.rank} closed the transport.", rank=self.rank))
+            self._end_waits(self._reporter.closed(self._operation or "an operation"))
         self._order.close()
         for part in (self._between, self._across, self._inside):
             if part is not None:
@@ -229,7 +236,7 @@ class HierarchicalTransport(Transport):
 
             def compare() -> None:
                 agreement.on_collective(
-                    across._move, call, self.rank, self.world_size, operation, seconds, self._works_on
+                    across._move, call, self.rank, self._reporter, operation, seconds, self._works_on
                 )
 
             self._await(self._start(across, "agreement", compare, self._others))
@@ -308,7 +315,13 @@ class HierarchicalTransport(Transport):
         store = under(self._store, f"split/{name}/{'-'.join(map(str, members))}/{ordinal}")
         rank, size = members.index(self.rank), len(members)
         hosts = [self.hosts[member] for member in members]
-        options: dict[str, Any] = {"timeout": self.timeout, "hosts": hosts, "name": f"{self.name}/{name}"}
+        options: dict[str, Any] = {
+            "timeout": self.timeout,
+            "hosts": hosts,
+            "name": f"{self.name}/{name}",
+            "world_ranks": [self.world_ranks[member] for member in members],
+            "watch": lambda: self._across.diary.cause(f"split({name!r})", among=members),
+        }
         split: Transport
         if len(set(hosts)) == size:
             split = ProcessGroupTransport.join(store, rank, size, backend=self._backend, check=self.check, **options)
@@ -346,7 +359,7 @@ class HierarchicalTransport(Transport):
         return part._submit(name, guarded)
 
     def _await(self, ticket: Ticket, awaited: Sequence[int] | None = None) -> None:
-        patience = Patience(self.rank, self._operation, float("inf"))  # the operation has a deadline of its own
+        patience = Patience(self._reporter, self._operation, float("inf"))  # the operation has a deadline of its own
         with self._explained(self._others):
             while not ticket.await_end(1.0):
                 patience.check(self._others if awaited is None else awaited)
@@ -368,20 +381,20 @@ class HierarchicalTransport(Transport):
     ) -> TransportError | CollectiveMismatch:
         if isinstance(self._failure, TransportError | CollectiveMismatch):  # in another thread, which is the cause
             return self._failure
+        waited, reporter = time.monotonic() - self._began, self._reporter
         if self._failure is not None:
-            return again(self._failure)
+            return reporter.again(self._failure, self._operation)
         if self._closed:
-            words = f"rank {self.rank} closed the transport during {self._operation}."
-            return TransportClosed(words, rank=self.rank)
-        if isinstance(error, CollectiveMismatch):
-            return mismatch(self.rank, self._operation, error.calls)
+            return reporter.closed(self._operation)
+        if isinstance(error, CollectiveMismatch):  # of a part, which knows the ranks of the world
+            return mismatch(reporter.own, self._operation, error.calls)
         diary = self._across.diary
         if isinstance(error, PeerLost):
-            return diary.cause(self._operation) or error
+            return diary.cause(self._operation, waited) or reporter.aborted(error, self._operation, waited)
         return diary.explain(
             self._call,
             self._operation,
-            time.monotonic() - self._began,
+            waited,
             awaited=[rank for rank in awaited if rank != self.rank],
             timed_out=isinstance(error, PeerTimeout),
             told=error,

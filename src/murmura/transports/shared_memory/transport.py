@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from murmura.collectives.reduction import Reduction
-from murmura.errors import ConfigError, TransportError
+from murmura.errors import ConfigError
 from murmura.observe.recorder import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_members, describe, store
-from murmura.transports.failures import Departure, words_of
+from murmura.transports.failures import Departure
 from murmura.transports.order import Ticket
 from murmura.transports.shared_memory import admission, futex, reducing
 from murmura.transports.shared_memory.board import Board, block_bytes, slots_at
@@ -46,13 +46,14 @@ class SharedMemoryTransport(Transport):
         hosts: Sequence[int] | None = None,
         timeout: float = 600.0,
         name: str = "",
+        world_ranks: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(rank, len(blocks), hosts=hosts, timeout=timeout, name=name)
+        super().__init__(rank, len(blocks), hosts=hosts, timeout=timeout, name=name, world_ranks=world_ranks)
         self._segment = segment
         self._life_fds = life_fds
         self._owns_segment = False  # a channel shares its parent's, and the signs of life
         self._own_life = -1
-        self._board = Board(segment, rank, blocks, life_fds)
+        self._board = Board(segment, rank, blocks, life_fds, self._reporter)
         self._mail = Mail(self._board)
         self._meeting = Meeting(self._board, self._mail)
         self._one_shots: dict[Any, OneShot] = {}  # by shape, dtype and operation
@@ -68,10 +69,12 @@ class SharedMemoryTransport(Transport):
         *,
         hosts: Sequence[int] | None = None,
         timeout: float = 600.0,
+        world_ranks: Sequence[int] | None = None,
     ) -> SharedMemoryTransport:
         """Meet the other ranks of `job` on this host; every rank calls it with the same job and world size.
 
         `timeout` bounds the meeting and becomes the transport's. `hosts` pretends that ranks are on several hosts.
+        `world_ranks` are the ranks in the world that this is a part of, if it is one.
         """
         faults = []
         if not futex.is_supported():
@@ -93,14 +96,10 @@ class SharedMemoryTransport(Transport):
         segment = Segment(admitted.segment_fd, rank, world_size)
         segment.take(block_bytes(world_size))  # the first range of every arena, so peers know where it is
         blocks = [peer * segment.arena_bytes for peer in range(world_size)]
-        transport = cls(segment, rank, blocks, admitted.life_fds, hosts=hosts, timeout=timeout)
+        transport = cls(segment, rank, blocks, admitted.life_fds, hosts=hosts, timeout=timeout, world_ranks=world_ranks)
         transport._owns_segment = True
         transport._own_life = admitted.own_life
         return transport
-
-    def name_ranks(self, names: Sequence[int]) -> None:
-        """Call the ranks so in errors and warnings: as they are known to the user of what this is part of."""
-        self._board.names = tuple(names)
 
     # Transport's contract
 
@@ -137,6 +136,7 @@ class SharedMemoryTransport(Transport):
             hosts=[self.hosts[peer] for peer in members],
             timeout=self.timeout,
             name=f"{self.name}/{name}",
+            world_ranks=[self.world_ranks[peer] for peer in members],
         )
         self._keep(split, members)
         return split
@@ -153,9 +153,10 @@ class SharedMemoryTransport(Transport):
     def abort(self, error: BaseException) -> None:
         if self._failure is None:
             super().abort(error)
-            self._board.depart(Departure.of(error))
+            self._board.failure = error
+            self._board.depart(Departure.of(error, self._reporter.own))
             for split in self._splits:
-                split.abort(TransportError(words_of(error)))
+                split.abort(error)
 
     def close(self) -> None:
         if self._closed:
@@ -164,7 +165,7 @@ class SharedMemoryTransport(Transport):
         for split in self._splits:
             split.close()
         self._order.close()
-        self._board.depart(Departure())
+        self._board.depart(self._parting())
         self._prepared.clear()
         self._one_shots.clear()
         if self._owns_segment:
