@@ -90,7 +90,7 @@ def test_a_rank_that_finds_the_store_gone_says_who_served_it() -> None:
     left = threading.Timer(0.3, served.clear)
     left.start()
     with pytest.raises(RendezvousError, match="rank 1 lost the store while the ranks were signing in"):
-        join(port, 1, None)
+        join(port, 1, None, seconds=1.5)
     left.join()
 
 

@@ -51,6 +51,7 @@ class TransportCore(ABC):
         self._splits: list[Any] = []  # transports of the backend's own kind
         self._ranks_in_parent: Sequence[int] = range(world_size)  # by rank here, if this was split off
         self._probe: Probe | None = None
+        self._store_served: Any = None  # that lives as long as this, if this rank serves it
 
     @abstractmethod
     def close(self) -> None:

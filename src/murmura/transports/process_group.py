@@ -53,7 +53,6 @@ _OPS: dict[ReduceOp, Any] = {
 _NATIVE_DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64
 )  # fmt: skip
-
 _PART_BYTES = 2**20
 
 
@@ -226,7 +225,7 @@ class ProcessGroupTransport(Transport):
         self._order.close()
         if self._owns_group:
             self._group.shutdown()
-        self._group = None
+        self._group = self._group_store = self._store = self._store_served = self._diary = None
         self._liveness.close()
 
     # Collectives the group has itself
@@ -386,9 +385,8 @@ class ProcessGroupTransport(Transport):
                 rank=self._reporter.own,
                 operation=operation,
             )
-        return self._diary.explain(
-            self._call, operation, waited, awaited=self._awaited, timed_out=timed_out, told=error
-        )
+        awaited = self._awaited
+        return self._diary.explain(self._call, operation, waited, awaited=awaited, timed_out=timed_out, told=error)
 
 
 def is_timeout(error: Exception) -> bool:

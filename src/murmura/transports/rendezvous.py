@@ -48,7 +48,7 @@ def serve_store(host: str, port: int, world_size: int, timeout: float) -> Store 
     limit = timedelta(seconds=timeout)
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
     if host not in LOOPBACK:
-        if _answers(host, port, 1.0):  # torch complains loudly if one tries to serve it, too
+        if answers(host, port):  # torch complains loudly if one tries to serve it, too
             return None
         try:
             return make(host, port, world_size, True, limit, wait_for_workers=False)
@@ -70,7 +70,7 @@ def serve_store(host: str, port: int, world_size: int, timeout: float) -> Store 
 def reach_store(host: str, port: int, rank: int, timeout: float) -> Store:
     """The TCP store that another process serves at host:port."""
     deadline = time.monotonic() + timeout
-    while not _answers(host, port, max(0.01, deadline - time.monotonic())):
+    while not answers(host, port, max(0.01, deadline - time.monotonic())):
         if time.monotonic() + PAUSE_SECONDS > deadline:
             raise RendezvousError(
                 f"rank {rank} did not reach the store of rank 0 at {host}:{port} within {timeout:.1f} s. Is it "
@@ -99,7 +99,7 @@ def reach_store(host: str, port: int, rank: int, timeout: float) -> Store:
     return store
 
 
-def _answers(host: str, port: int, seconds: float) -> bool:
+def answers(host: str, port: int, seconds: float = 1.0) -> bool:
     """Whether somebody listens there."""
     try:
         socket.create_connection((host or "127.0.0.1", port), seconds).close()
@@ -123,6 +123,10 @@ def under(store: Store, prefix: str) -> Store:
 
 
 # Signing in
+
+
+class StoreLost(RendezvousError):
+    """Whoever serves the store closed it while the ranks were signing in."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,7 @@ def sign_in(
         with contextlib.closing(meeting.liveness):
             token, entries = meeting.hold() if rank == 0 else meeting.attend()
     except dist.DistError as error:
-        raise RendezvousError(
+        raise StoreLost(
             f"rank {rank} lost the store while the ranks were signing in. Whoever serves it, rank 0 or a launcher, has "
             f"ended: its own output says why. (torch says: {error})",
             (0,),

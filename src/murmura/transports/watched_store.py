@@ -62,7 +62,8 @@ def run_watched(work: Callable[[], T], seconds: float, watch: Watch) -> T:
         finally:
             ended.set()
 
-    threading.Thread(target=run, name="murmura-rendezvous", daemon=True).start()
+    thread = threading.Thread(target=run, name="murmura-rendezvous", daemon=True)
+    thread.start()
     deadline = time.monotonic() + seconds
     while not ended.wait(min(LONGEST_PAUSE, max(0.0, deadline - time.monotonic()))):
         error = watch()
@@ -70,6 +71,7 @@ def run_watched(work: Callable[[], T], seconds: float, watch: Watch) -> T:
             raise error
         if time.monotonic() >= deadline:
             raise TimeoutError(f"it took more than {seconds:.1f} s.")
+    thread.join()
     if errors:
         raise errors[0]
     return results[0]

@@ -6,12 +6,16 @@ import secrets
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from murmura.errors import PeerTimeout, RendezvousError, TransportError
 from murmura.transports.diary import Diary
 from murmura.transports.process_group import ProcessGroupTransport, is_timeout
 from murmura.transports.rendezvous import Store, under
 from murmura.transports.shared_memory import SharedMemoryTransport
+
+SEGMENT_BYTES = 4 * 2**20
+"""What goes over the network at a time: long enough for its full rate, short enough that memory is soon at work."""
 
 
 class Part(ProcessGroupTransport):
@@ -46,6 +50,14 @@ def leaders_of(hosts: Sequence[int]) -> list[int]:
     return [hosts.index(host) for host in dict.fromkeys(hosts)]
 
 
+def cut(flat: Tensor) -> Sequence[Tensor]:
+    """Segments of a flat buffer; one, if it is short or empty."""
+    if flat.nbytes <= SEGMENT_BYTES:
+        return (flat,)
+    step = SEGMENT_BYTES // flat.element_size()
+    return [flat[start : start + step] for start in range(0, flat.numel(), step)]
+
+
 def share_memory(across: Part) -> SharedMemoryTransport:
     """Meet the other ranks of this host under a name that nobody else can know."""
     name = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8)
@@ -59,6 +71,7 @@ def share_memory(across: Part) -> SharedMemoryTransport:
             hosts=[host] * len(members),
             timeout=across.timeout,
             world_ranks=[across.world_ranks[member] for member in members],
+            watch=lambda: across.diary.cause("the rendezvous"),
         )
     except RendezvousError as error:
         near = [across.world_ranks[member] for member in members]

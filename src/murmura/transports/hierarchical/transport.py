@@ -24,7 +24,7 @@ from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_members, describe_exchange
 from murmura.transports.failures import Departure, Patience, mismatch
-from murmura.transports.hierarchical.parts import Part, join_leaders, leaders_of, members_of, share_memory
+from murmura.transports.hierarchical.parts import Part, cut, join_leaders, leaders_of, members_of, share_memory
 from murmura.transports.order import Ticket
 from murmura.transports.process_group import Check, ProcessGroupTransport
 from murmura.transports.rendezvous import Store, under
@@ -32,9 +32,6 @@ from murmura.transports.shared_memory import SharedMemoryTransport
 from murmura.types import ReduceOp, parse
 
 __all__ = ["HierarchicalTransport"]
-
-SEGMENT_BYTES = 4 * 2**20
-"""What goes over the network at a time: long enough for its full rate, short enough that memory is soon at work."""
 
 SEGMENTS_AHEAD = 2
 """Segments given to the network before the first of them is waited for: one on its way, one ready to follow."""
@@ -170,6 +167,7 @@ class HierarchicalTransport(Transport):
         for part in (self._between, self._across, self._inside):
             if part is not None:
                 part.close()
+        self._store = self._store_served = None
 
     def _end_waits(self, error: BaseException) -> None:
         """Those of this rank, and those of its peers for it."""
@@ -189,7 +187,7 @@ class HierarchicalTransport(Transport):
             self._reduce_inside(flat_out, op, deadline)
             return
         partial = ReduceOp.SUM if op is ReduceOp.MEAN else op
-        segments = _cut(flat_out)
+        segments = cut(flat_out)
         sums: deque[Ticket | None] = deque()
         for turn in range(len(segments) + SEGMENTS_AHEAD):
             if turn < len(segments):
@@ -208,7 +206,7 @@ class HierarchicalTransport(Transport):
         self._agree("broadcast" + call, timeout)
         at_home = src in self._place
         home = self._leaders.index(members_of(self.hosts, src)[0])
-        segments = _cut(flat.view(torch.uint8))
+        segments = cut(flat.view(torch.uint8))
         copies = []
         for segment in segments:
             if at_home:
@@ -399,11 +397,3 @@ class HierarchicalTransport(Transport):
             timed_out=isinstance(error, PeerTimeout),
             told=error,
         )
-
-
-def _cut(flat: Tensor) -> Sequence[Tensor]:
-    """Segments of a flat buffer; one, if it is short or empty."""
-    if flat.nbytes <= SEGMENT_BYTES:
-        return (flat,)
-    step = SEGMENT_BYTES // flat.element_size()
-    return [flat[start : start + step] for start in range(0, flat.numel(), step)]

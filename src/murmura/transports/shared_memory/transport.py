@@ -24,6 +24,7 @@ from murmura.transports.shared_memory.mail import Mail
 from murmura.transports.shared_memory.meeting import Meeting
 from murmura.transports.shared_memory.one_shot import OneShot, Outcome, can_prepare
 from murmura.transports.shared_memory.segment import Segment, create_memfd
+from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp
 
 __all__ = ["SharedMemoryTransport"]
@@ -69,12 +70,15 @@ class SharedMemoryTransport(Transport):
         *,
         hosts: Sequence[int] | None = None,
         timeout: float = 600.0,
+        secret: str = "",
         world_ranks: Sequence[int] | None = None,
+        watch: Watch = nobody,
     ) -> SharedMemoryTransport:
         """Meet the other ranks of `job` on this host; every rank calls it with the same job and world size.
 
         `timeout` bounds the meeting and becomes the transport's. `hosts` pretends that ranks are on several hosts.
-        `world_ranks` are the ranks in the world that this is a part of, if it is one.
+        All ranks must know the same `secret`. `world_ranks` are the ranks in the world that this is a part of, if it is
+        one, and `watch` tells of those that cannot come any more.
         """
         faults = []
         if not futex.is_supported():
@@ -89,7 +93,7 @@ class SharedMemoryTransport(Transport):
             raise ConfigError("\n".join(faults))
         segment_fd = create_memfd(world_size) if rank == 0 else None
         try:
-            admitted = admission.admit(job, rank, world_size, segment_fd, timeout)
+            admitted = admission.admit(job, rank, world_size, segment_fd, timeout, secret=secret, watch=watch)
         finally:
             if segment_fd is not None:
                 os.close(segment_fd)
