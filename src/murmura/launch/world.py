@@ -9,6 +9,7 @@ from typing import Any
 from murmura.errors import ConfigError
 from murmura.launch.processes import run_processes
 from murmura.launch.threads import run_threads
+from murmura.transports.checks import check_timeout
 from murmura.types import TransportKind, parse
 
 __all__ = ["run_world"]
@@ -63,8 +64,7 @@ def run_world(
         raise ConfigError(f"transport='{chosen}' does not join {kind}. With kind='{kind}' take {choices}.")
     if world_size < 1:
         raise ConfigError(f"world_size={world_size}: a world has at least one rank.")
-    if timeout is not None and not timeout > 0:
-        raise ConfigError(f"timeout={timeout}: give the seconds any wait may last.")
+    check_timeout(timeout, ConfigError)
     seconds = 600.0 if timeout is None else timeout
     if world is WorldKind.THREADS:
         return run_threads(fn, world_size, args, hosts, seconds)

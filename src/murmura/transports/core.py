@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from murmura.errors import ConfigError, TransportClosed, UsageError
 from murmura.observe.recorder import Probe
+from murmura.transports.checks import check_timeout
 from murmura.transports.failures import Departure, Reporter
 from murmura.transports.order import Order, Ticket
 
@@ -36,6 +38,7 @@ class TransportCore(ABC):
         world_ranks: Sequence[int] | None = None,
     ) -> None:
         """`world_ranks[r]` is what rank r is called in the world, if this is a channel, a subgroup or a part of it."""
+        check_timeout(timeout, ConfigError)
         self.rank = rank
         self.world_size = world_size
         self.hosts: Sequence[int] = tuple(hosts) if hosts is not None else (0,) * world_size
@@ -44,11 +47,13 @@ class TransportCore(ABC):
         self.world_ranks: Sequence[int] = tuple(range(world_size) if world_ranks is None else world_ranks)
         self._reporter = Reporter(rank, self.world_ranks)
         self._order = Order(f"{self.name}-rank{rank}")
+        self._order.close_with(self)  # if it is dropped without being closed
         self._failure: BaseException | None = None
         self._closed = False
         self._operation = ""  # what runs now, for error messages
         self._num_collectives = 0
-        self._splits: list[Any] = []  # transports of the backend's own kind
+        self._splits: weakref.WeakSet[Any] = weakref.WeakSet()  # transports of the backend's own kind, as long as used
+        self._failures: list[BaseException] = []  # of this transport and all that was split off
         self._ranks_in_parent: Sequence[int] = range(world_size)  # by rank here, if this was split off
         self._probe: Probe | None = None
         self._store_served: Any = None  # that lives as long as this, if this rank serves it
@@ -61,19 +66,18 @@ class TransportCore(ABC):
         """Poison the transport because of `error`, so that peers learn the cause before `close` ends it."""
         if self._failure is None:
             self._failure = error
+            self._failures.append(error)
 
     def _parting(self) -> Departure:
         """What to tell the peers when this rank closes: the failure of a channel, if one failed, outlives it."""
-        failures = [self._failure, *(split._failure for split in self._splits)]
-        failure = next((each for each in failures if each is not None), None)
         own = self._reporter.own
-        return Departure(own) if failure is None else Departure.of(failure, own)
+        return Departure.of(self._failures[0], own) if self._failures else Departure(own)
 
     def observe(self, probe: Probe | None) -> None:
         """Report operations and waiting to `probe`, here and on what is split off now or later; None ends it."""
         self._probe = probe
         self._observe_waiting(probe)
-        for split in self._splits:
+        for split in list(self._splits):
             split.observe(None if probe is None else probe.within(split._ranks_in_parent))
 
     def _observe_waiting(self, probe: Probe | None) -> None:
@@ -82,7 +86,8 @@ class TransportCore(ABC):
 
     def _keep(self, split: TransportCore, members: Sequence[int] | None) -> None:
         """`split`, of ranks `members`, has been split off: it is closed and observed together with this transport."""
-        self._splits.append(split)
+        self._splits.add(split)
+        split._failures = self._failures
         if members is not None:
             split._ranks_in_parent = members
         if self._probe is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import select
+import weakref
 from collections.abc import Sequence
 
 
@@ -38,6 +39,7 @@ class Liveness:
         """`pids` by rank."""
         self._fds: dict[int, int] = {}
         self._gone: set[int] = set()  # before they could be watched
+        self._release = weakref.finalize(self, _close_all, self._fds)
         for rank, pid in pids.items():
             self.add(rank, pid)
 
@@ -58,6 +60,10 @@ class Liveness:
         return sorted(self._gone | {self._fds[fd] for fd, _ in poll.poll(0)})
 
     def close(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        self._fds.clear()
+        self._release()
+
+
+def _close_all(fds: dict[int, int]) -> None:
+    for fd in fds:
+        os.close(fd)
+    fds.clear()

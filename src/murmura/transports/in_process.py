@@ -54,7 +54,8 @@ class _Board:
         self.awaits: list[int | None] = [None] * world_size  # whom each rank waits for in an exchange
         self.mail: dict[tuple[int, int], deque[_Message]] = {}
         self.departed: dict[int, Departure] = {}
-        self.splits: dict[Any, _Board] = {}
+        self.splits: dict[Any, _Board] = {}  # that not all of their ranks have joined yet
+        self.num_joined = 0
 
     def departure(self, rank: int) -> Departure | None:
         """Why `rank` cannot be waited for, here or, if it never came here, on the board this one was split from."""
@@ -117,7 +118,7 @@ class InProcessTransport(Transport):
     def exchange(
         self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
     ) -> Ticket | None:
-        self._check_pairs(sends, recvs)
+        self._check_pairs(sends, recvs, timeout)
         return self._operate(  # type: ignore[no-any-return]
             "exchange", lambda: self._exchange(sends, recvs, timeout), async_op, self._sent(sends)
         )
@@ -131,8 +132,12 @@ class InProcessTransport(Transport):
         agreement.on_split(self, name, members)
         # The k-th split of a name is one channel on every member, whatever else they split in between.
         ordinal = self._split_counts[name, members] = self._split_counts.get((name, members), 0) + 1
+        key = name, members, ordinal
         with self._board.changed:
-            board = self._board.splits.setdefault((name, members, ordinal), _Board(len(members), self._board, members))
+            board = self._board.splits.setdefault(key, _Board(len(members), self._board, members))
+            board.num_joined += 1
+            if board.num_joined == len(members):  # nobody else will ask for it
+                del self._board.splits[key]
         split = InProcessTransport(
             board,
             members.index(self.rank),
@@ -151,14 +156,14 @@ class InProcessTransport(Transport):
         if self._failure is None:
             super().abort(error)
             self._depart(Departure.of(error, self._reporter.own))
-            for split in self._splits:
+            for split in list(self._splits):
                 split.abort(error)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for split in self._splits:
+        for split in list(self._splits):
             split.close()
         self._depart(self._parting())
         self._order.close()

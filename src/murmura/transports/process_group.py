@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from enum import StrEnum
 from typing import Any, Self
 
 import torch
@@ -22,7 +21,7 @@ from murmura.errors import ConfigError, PeerTimeout, TransportError, UsageError
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.challenge import prove_to_each_other
-from murmura.transports.checks import check_members, describe_exchange
+from murmura.transports.checks import Check, check_members, check_timeout, describe_exchange
 from murmura.transports.checks import store as bring_back
 from murmura.transports.diary import Diary
 from murmura.transports.failures import Departure, Patience, Reporter
@@ -33,14 +32,7 @@ from murmura.transports.signed_store import SignedStore
 from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp, parse
 
-__all__ = ["ProcessGroupTransport"]
-
-
-class Check(StrEnum):
-    """When ranks compare what they call."""
-
-    BEST_EFFORT = "best_effort"  # after a time-out, as far as the store can tell
-    ALWAYS = "always"  # before every operation, for a round trip
+__all__ = ["Check", "ProcessGroupTransport"]
 
 
 _OPS: dict[ReduceOp, Any] = {
@@ -129,6 +121,7 @@ class ProcessGroupTransport(Transport):
         `hosts` pretends that ranks are on several hosts. `world_ranks` are the ranks in the world that this is a part
         of, if it is one, and `watch` tells of those that cannot come any more.
         """
+        check_timeout(timeout, ConfigError)
         reporter = Reporter(rank, range(world_size) if world_ranks is None else world_ranks)
         roster = sign_in(store, rank, world_size, timeout, reporter, watch)
         group, group_store = build_group(roster, world_size, backend, timeout, reporter, watch)
@@ -150,7 +143,7 @@ class ProcessGroupTransport(Transport):
     def exchange(
         self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
     ) -> Ticket | None:
-        self._check_pairs(sends, recvs)
+        self._check_pairs(sends, recvs, timeout)
 
         def work() -> None:
             outgoing = [(self._flat(tensor, load=True), dst) for tensor, dst in sends]
@@ -209,14 +202,14 @@ class ProcessGroupTransport(Transport):
             super().abort(error)
             if self._diary is not None and not self._closed:
                 self._diary.depart(Departure.of(error, self._reporter.own))
-            for split in self._splits:
+            for split in list(self._splits):
                 split.abort(error)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for split in self._splits:
+        for split in list(self._splits):
             split.close()
         if self._diary is not None and self._failure is None:
             self._diary.depart(self._parting())
@@ -237,11 +230,15 @@ class ProcessGroupTransport(Transport):
         if flat_out.dtype not in _NATIVE_DTYPES:
             ring.all_reduce(self, flat_out, op, timeout=self._seconds(timeout))
             return
+        # A sum of numbers whose mean is a float16 may be none.
+        total = flat_out.float() if op is ReduceOp.MEAN and flat_out.dtype is torch.float16 else flat_out
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        self._await(lambda limit: self._group.allreduce([flat_out], _limited(options, limit)), timeout)
+        self._await(lambda limit: self._group.allreduce([total], _limited(options, limit)), timeout)
         if op is ReduceOp.MEAN:
-            flat_out.div_(self.world_size)
+            total.div_(self.world_size)
+        if total is not flat_out:
+            flat_out.copy_(total)
 
     def _broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
         self._agree("broadcast" + call, timeout)

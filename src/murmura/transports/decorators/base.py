@@ -20,6 +20,7 @@ from murmura.transports.checks import (
     check_reduce,
     check_reduce_scatter,
     check_scatter,
+    check_timeout,
 )
 from murmura.transports.order import Ticket
 from murmura.types import ReduceOp
@@ -74,7 +75,7 @@ class TransportDecorator(Transport):
         if self._closed:
             return
         self._closed = True
-        for split in self._splits:
+        for split in list(self._splits):
             split.close()
         self.inner.close()
         self._order.close()
@@ -87,7 +88,7 @@ class TransportDecorator(Transport):
     def exchange(
         self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
     ) -> Ticket | None:
-        self._check_pairs(sends, recvs)
+        self._check_pairs(sends, recvs, timeout)
         sent, received = [tensor for tensor, _ in sends], [out for out, _ in recvs]
         return self._do(  # type: ignore[no-any-return]
             "exchange", sent, received, lambda: self.inner.exchange(sends, recvs, timeout=timeout), async_op
@@ -102,6 +103,7 @@ class TransportDecorator(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
+        check_timeout(timeout)
         check_all_reduce(tensor, op, out)
         target = tensor if out is None else out
         return self._do(  # type: ignore[no-any-return]
@@ -115,6 +117,7 @@ class TransportDecorator(Transport):
     def broadcast(
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False, timeout: float | None = None
     ) -> Tensor | Ticket:
+        check_timeout(timeout)
         check_broadcast(tensor, src, self.world_size)
         sent, received = ([tensor], []) if self.rank == src else ([], [tensor])
         return self._do(  # type: ignore[no-any-return]
@@ -122,6 +125,7 @@ class TransportDecorator(Transport):
         )
 
     def barrier(self, timeout: float | None = None) -> None:
+        check_timeout(timeout)
         self._do("barrier", [], [], lambda: self.inner.barrier(timeout), False)
 
     def reduce(
@@ -133,6 +137,7 @@ class TransportDecorator(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
+        check_timeout(timeout)
         check_reduce(tensor, dst, op, self.world_size)
         sent, received = ([], [tensor]) if self.rank == dst else ([tensor], [])
         return self._do(  # type: ignore[no-any-return]
@@ -147,6 +152,7 @@ class TransportDecorator(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
+        check_timeout(timeout)
         check_reduce_scatter(tensor, op)
         return self._do(  # type: ignore[no-any-return]
             "reduce_scatter", [tensor], [], lambda: self.inner.reduce_scatter(tensor, op, timeout=timeout), async_op
@@ -155,6 +161,7 @@ class TransportDecorator(Transport):
     def all_gather(
         self, tensor: Tensor, *, async_op: bool = False, timeout: float | None = None
     ) -> list[Tensor] | Ticket:
+        check_timeout(timeout)
         check_dense(tensor)
         return self._do(  # type: ignore[no-any-return]
             "all_gather", [tensor], [], lambda: self.inner.all_gather(tensor, timeout=timeout), async_op
@@ -163,6 +170,7 @@ class TransportDecorator(Transport):
     def gather(
         self, tensor: Tensor, dst: int = 0, *, async_op: bool = False, timeout: float | None = None
     ) -> list[Tensor] | Ticket | None:
+        check_timeout(timeout)
         check_gather(tensor, dst, self.world_size)
         return self._do(  # type: ignore[no-any-return]
             "gather", [tensor], [], lambda: self.inner.gather(tensor, dst, timeout=timeout), async_op
@@ -177,6 +185,7 @@ class TransportDecorator(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
+        check_timeout(timeout)
         check_scatter(tensors, src, out, self.rank, self.world_size)
         return self._do(  # type: ignore[no-any-return]
             "scatter",
@@ -189,6 +198,7 @@ class TransportDecorator(Transport):
     def all_to_all(
         self, sends: Tensors, recvs: Tensors, *, async_op: bool = False, timeout: float | None = None
     ) -> Ticket | None:
+        check_timeout(timeout)
         check_all_to_all(sends, recvs, self.rank, self.world_size)
         return self._do(  # type: ignore[no-any-return]
             "all_to_all", sends, recvs, lambda: self.inner.all_to_all(sends, recvs, timeout=timeout), async_op

@@ -70,7 +70,7 @@ class FaultyTransport(TransportDecorator):
 
     def _release(self) -> None:
         self._released.set()
-        for split in self._splits:
+        for split in list(self._splits):
             split._release()
 
     def _around(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any]) -> Any:

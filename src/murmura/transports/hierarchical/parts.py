@@ -17,6 +17,9 @@ from murmura.transports.shared_memory import SharedMemoryTransport
 SEGMENT_BYTES = 4 * 2**20
 """What goes over the network at a time: long enough for its full rate, short enough that memory is soon at work."""
 
+SEGMENTS_AHEAD = 2
+"""Segments given to the network before the first of them is waited for: one on its way, one ready to follow."""
+
 
 class Part(ProcessGroupTransport):
     """A process group that is part of a transport, which knows more: it explains a failure and leaves word of it."""

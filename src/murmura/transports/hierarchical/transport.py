@@ -24,7 +24,15 @@ from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_members, describe_exchange
 from murmura.transports.failures import Departure, Patience, mismatch
-from murmura.transports.hierarchical.parts import Part, cut, join_leaders, leaders_of, members_of, share_memory
+from murmura.transports.hierarchical.parts import (
+    SEGMENTS_AHEAD,
+    Part,
+    cut,
+    join_leaders,
+    leaders_of,
+    members_of,
+    share_memory,
+)
 from murmura.transports.order import Ticket
 from murmura.transports.process_group import Check, ProcessGroupTransport
 from murmura.transports.rendezvous import Store, under
@@ -32,9 +40,6 @@ from murmura.transports.shared_memory import SharedMemoryTransport
 from murmura.types import ReduceOp, parse
 
 __all__ = ["HierarchicalTransport"]
-
-SEGMENTS_AHEAD = 2
-"""Segments given to the network before the first of them is waited for: one on its way, one ready to follow."""
 
 
 class HierarchicalTransport(Transport):
@@ -123,7 +128,7 @@ class HierarchicalTransport(Transport):
     def exchange(
         self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
     ) -> Ticket | None:
-        self._check_pairs(sends, recvs)
+        self._check_pairs(sends, recvs, timeout)
         return self._operate(  # type: ignore[no-any-return]
             "exchange", lambda: self._exchange(sends, recvs, timeout), async_op, self._sent(sends)
         )
@@ -149,7 +154,7 @@ class HierarchicalTransport(Transport):
             if not self._closed:
                 # First, so that whoever fails for it finds the cause.
                 self._across.diary.depart(Departure.of(error, self._reporter.own))
-            for split in self._splits:
+            for split in list(self._splits):
                 split.abort(error)
             self._end_waits(error)
 
@@ -157,7 +162,7 @@ class HierarchicalTransport(Transport):
         if self._closed:
             return
         self._closed = True
-        for split in self._splits:
+        for split in list(self._splits):
             split.close()
         if self._failure is None:
             self._across.diary.depart(self._parting())
@@ -179,6 +184,11 @@ class HierarchicalTransport(Transport):
     # Collectives by host
 
     def _all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
+        if op is ReduceOp.MEAN and flat_in.dtype is torch.float16:  # the sum of such numbers may be none
+            wide = flat_in.float()
+            self._all_reduce(wide, wide, op, call, timeout)
+            flat_out.copy_(wide)
+            return
         deadline = Deadline(self._seconds(timeout))
         self._agree("all_reduce" + call, timeout)
         if flat_out is not flat_in:

@@ -34,7 +34,8 @@ CALLED = 11  # number of the collective whose call is told in the call text
 AWAITS = 12  # message << 16 | 1 << 15 if it is to be received | peer + 1, while the rank sleeps in an exchange
 BELL = 16  # on a line of its own: written by peers
 # Bytes of a block
-DEPARTURE_AT, DEPARTURE_BYTES = 256, 1792
+GONE_AT = 256  # one for each rank, which sets it when it will never look at this block again
+DEPARTURE_AT, DEPARTURE_BYTES = 512, 1536
 CALL_AT, CALL_BYTES = 2048, 2048
 PAIRS_AT, PAIR_BYTES = 4096, 256
 
@@ -242,6 +243,18 @@ class Board:
         text = departure.to_bytes(DEPARTURE_BYTES)
         self._write(DEPARTURE_AT, text)
         self.publish(DEPARTED, len(text))
+
+    def leave(self, departure: Departure) -> None:
+        """Depart, and tell every rank that this one will not look at its block again."""
+        self.depart(departure)
+        self.fence()
+        for place in self.blocks:
+            self.segment.bytes[place + GONE_AT + self.rank] = 1
+
+    def is_deserted(self) -> bool:
+        """Whether no rank will look at this rank's block, or at what it staged, again."""
+        place = self.blocks[self.rank] + GONE_AT
+        return bool(self.segment.bytes[place : place + self.world_size].all())
 
     def _departure(self, peer: int) -> Departure:
         departure = Departure.from_bytes(self._read(peer, DEPARTURE_AT, self.read(peer, DEPARTED)))

@@ -189,6 +189,9 @@ class Mail:
         self._board = board
         self._lines = {peer: _Line(board, peer) for peer in board.peers}
 
+    def staging_places(self) -> list[int]:
+        return [line.staging_place for line in self._lines.values() if line.staging_place >= 0]
+
     def exchange(
         self,
         sends: list[tuple[Tensor, int, str]],

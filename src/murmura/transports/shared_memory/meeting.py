@@ -108,6 +108,9 @@ class Meeting:
             calls[peer] = told
         raise board.reporter.mismatch(self._operation, calls)
 
+    def staging_places(self) -> list[int]:
+        return [place for place in (self._staging[0], *self._outgrown, *self._mail.staging_places()) if place >= 0]
+
     def places(self, word: int) -> list[int]:
         """Where every rank's input (PLACE_IN) or output (PLACE_OUT) lies."""
         return [self.board.read(rank, word + (self.number & 1)) for rank in range(self.world_size)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from threading import get_ident, main_thread
 from typing import Any
 
@@ -15,7 +16,7 @@ from murmura.errors import ConfigError
 from murmura.observe.recorder import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
-from murmura.transports.checks import check_members, describe, store
+from murmura.transports.checks import check_members, check_timeout, describe, store
 from murmura.transports.failures import Departure
 from murmura.transports.order import Ticket
 from murmura.transports.shared_memory import admission, futex, reducing
@@ -60,6 +61,7 @@ class SharedMemoryTransport(Transport):
         self._one_shots: dict[Any, OneShot] = {}  # by shape, dtype and operation
         self._prepared: dict[Any, tuple[OneShot, memoryview, Any]] = {}  # by address too: the views of a tensor
         self._main_thread = main_thread().ident
+        self._retire: Callable[[], object] | None = None  # of a channel: frees its memory
 
     @classmethod
     def join(
@@ -80,6 +82,7 @@ class SharedMemoryTransport(Transport):
         All ranks must know the same `secret`. `world_ranks` are the ranks in the world that this is a part of, if it is
         one, and `watch` tells of those that cannot come any more.
         """
+        check_timeout(timeout, ConfigError)
         faults = []
         if not futex.is_supported():
             faults.append("shared memory between processes needs Linux. Use threads: run_world(fn, n, kind='threads').")
@@ -102,6 +105,7 @@ class SharedMemoryTransport(Transport):
         blocks = [peer * segment.arena_bytes for peer in range(world_size)]
         transport = cls(segment, rank, blocks, admitted.life_fds, hosts=hosts, timeout=timeout, world_ranks=world_ranks)
         transport._owns_segment = True
+        segment.owner = transport._reporter.own
         transport._own_life = admitted.own_life
         return transport
 
@@ -110,7 +114,7 @@ class SharedMemoryTransport(Transport):
     def exchange(
         self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
     ) -> Ticket | None:
-        self._check_pairs(sends, recvs)
+        self._check_pairs(sends, recvs, timeout)
 
         def work() -> None:
             outgoing = [(self._flat(tensor, load=True), dst, describe(tensor)) for tensor, dst in sends]
@@ -142,6 +146,9 @@ class SharedMemoryTransport(Transport):
             name=f"{self.name}/{name}",
             world_ranks=[self.world_ranks[peer] for peer in members],
         )
+        retire = weakref.finalize(split, _retire, split._board, split._meeting)  # also if it is only dropped
+        retire.atexit = False
+        split._retire = retire
         self._keep(split, members)
         return split
 
@@ -159,19 +166,21 @@ class SharedMemoryTransport(Transport):
             super().abort(error)
             self._board.failure = error
             self._board.depart(Departure.of(error, self._reporter.own))
-            for split in self._splits:
+            for split in list(self._splits):
                 split.abort(error)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = self._board.closed = True
-        for split in self._splits:
+        for split in list(self._splits):
             split.close()
         self._order.close()
-        self._board.depart(self._parting())
         self._prepared.clear()
         self._one_shots.clear()
+        self._board.depart(self._parting())
+        if self._retire is not None:
+            self._retire()
         if self._owns_segment:
             for fd in (*self._life_fds, self._own_life):
                 if fd >= 0:
@@ -189,6 +198,7 @@ class SharedMemoryTransport(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
+        check_timeout(timeout)
         if out is None and not async_op:
             try:
                 prepared = self._prepared.get((tensor.data_ptr(), tensor.shape, tensor.dtype, op))
@@ -221,7 +231,8 @@ class SharedMemoryTransport(Transport):
         self._prepared[tensor.data_ptr(), *kind] = (shot, *shot.views(tensor))
 
     def _fire(self, shot: OneShot, source: memoryview, result: Any, timeout: float | None) -> None:
-        self._check_usable()
+        if self._failure is not None or self._closed:
+            self._check_usable(f"all_reduce #{self._num_collectives + 1}")
         try:
             number = self._num_collectives = self._num_collectives + 1
             outcome = shot.fire(number, source, result)
@@ -259,3 +270,9 @@ class SharedMemoryTransport(Transport):
     def _may_spin(self) -> bool:
         """Only the main thread may: a thread that spins in Python takes the interpreter from the one that computes."""
         return get_ident() == self._main_thread
+
+
+def _retire(board: Board, meeting: Meeting) -> None:
+    """Leave a channel for good; its memory is freed once the other ranks have left it, too."""
+    board.leave(Departure(board.reporter.own))
+    board.segment.retire(board.is_deserted, [board.blocks[board.rank], *meeting.staging_places()])
