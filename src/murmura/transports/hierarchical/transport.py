@@ -24,15 +24,8 @@ from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_members, describe_exchange
 from murmura.transports.failures import Departure, Patience, mismatch
-from murmura.transports.hierarchical.parts import (
-    SEGMENTS_AHEAD,
-    Part,
-    cut,
-    join_leaders,
-    leaders_of,
-    members_of,
-    share_memory,
-)
+from murmura.transports.hierarchical import parts
+from murmura.transports.hierarchical.parts import SEGMENTS_AHEAD, Part, cut
 from murmura.transports.order import Ticket
 from murmura.transports.process_group import Check, ProcessGroupTransport
 from murmura.transports.rendezvous import Store, under
@@ -70,17 +63,15 @@ class HierarchicalTransport(Transport):
             world_ranks=across.world_ranks,
         )
         self.check = parse(Check, check, "check")
-        self._store = store
-        self._backend = backend
+        self._store, self._backend = store, backend
         self._across, self._inside, self._between = across, inside, between
-        self._leaders = leaders_of(self.hosts)
-        self._members = members_of(self.hosts, self.rank)
+        self._leaders = parts.leaders_of(self.hosts)
+        self._members = parts.members_of(self.hosts, self.rank)
         self._place = {member: place for place, member in enumerate(self._members)}  # of a rank on this host
         self._others = [rank for rank in range(self.world_size) if rank != self.rank]
         self._neighbours = [rank for rank in self._members if rank != self.rank]
         self._split_counts: dict[Any, int] = {}
-        self._call = ""  # in words, of the operation under way
-        self._began = 0.0
+        self._call, self._began = "", 0.0  # of the operation under way: what was called, and when
 
     @classmethod
     def join(
@@ -100,7 +91,7 @@ class HierarchicalTransport(Transport):
         `backend` is that of the group between the leaders. `hosts` pretends that ranks are on several hosts.
         """
         options = {"timeout": timeout, "hosts": hosts, "name": name}
-        return cls._build(store, rank, world_size, share_memory, backend, check, options)
+        return cls._build(store, rank, world_size, parts.share_memory, backend, check, options)
 
     @classmethod
     def _build(
@@ -119,7 +110,7 @@ class HierarchicalTransport(Transport):
             made.callback(across.close)
             inside = share(across)
             made.callback(inside.close)
-            between = join_leaders(store, across, backend)
+            between = parts.join_leaders(store, across, backend)
             made.pop_all()
         return cls(store, across, inside, between, backend=backend, check=check)
 
@@ -215,7 +206,7 @@ class HierarchicalTransport(Transport):
         deadline = Deadline(self._seconds(timeout))
         self._agree("broadcast" + call, timeout)
         at_home = src in self._place
-        home = self._leaders.index(members_of(self.hosts, src)[0])
+        home = self._leaders.index(parts.members_of(self.hosts, src)[0])
         segments = cut(flat.view(torch.uint8))
         copies = []
         for segment in segments:
