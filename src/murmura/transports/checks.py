@@ -29,8 +29,10 @@ def check_rank(rank: int, world_size: int, what: str) -> None:
 
 def check_timeout(timeout: float | None, refuse: type[UsageError | ConfigError] = UsageError) -> None:
     """Refuse what no wait can last: without a deadline a rank would wait for ever."""
+    if timeout is None:
+        return
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if timeout is not None and not (is_number and 0 < timeout <= threading.TIMEOUT_MAX):
+    if not (is_number and 0 < timeout <= threading.TIMEOUT_MAX):
         raise refuse(f"timeout={timeout!r} is not a number of seconds above 0. Pass a finite one.")
 
 

@@ -134,10 +134,10 @@ class TransportCore(ABC):
     def _turn(self, name: str, work: Callable[[], Any]) -> Any:
         outermost = not self._operation
         number = self._num_collectives + (name != "exchange")
-        self._check_usable(name if name == "exchange" else f"{name} #{number}")
+        operation = name if name == "exchange" else f"{name} #{number}"
+        self._check_usable(operation)
         if outermost:
-            self._num_collectives = number
-            self._operation = name if name == "exchange" else f"{name} #{number}"
+            self._num_collectives, self._operation = number, operation
         try:
             return work()
         except (UsageError, ConfigError):  # refused before anything was sent
