@@ -216,7 +216,10 @@ class _Meeting:
         try:
             if not poll(all_came, self._timeout, self._look_for_deaths):
                 raise self._missing([peer for peer in range(self._world_size) if peer not in came])
-        except MurmuraError as error:  # the others learn it now, not at their deadline
+        except RendezvousError as error:  # the others learn it now, not at their deadline
+            self._store.set(published, json.dumps({"refused": str(error), "missing": error.missing}))
+            raise
+        except MurmuraError as error:
             self._store.set(published, Departure.of(error, self._reporter.own).to_bytes(4096))
             raise
         entries = [came[peer] for peer in range(self._world_size)]
@@ -250,7 +253,7 @@ class _Meeting:
         if not poll(is_over, self._timeout, self._look_for_deaths):
             entries = {peer: self._entry(f"here/{peer}", peer) for peer in range(1, self._world_size)}
             absent = [peer for peer, each in entries.items() if each is None or each.answers != own.answers]
-            raise self._missing(absent if tokens and absent else [0])
+            raise self._missing(absent if tokens and absent else [0, *(peer for peer in absent if not tokens)])
         return found[0]
 
     def _roster(self, token: str) -> list[_Entry] | None:
@@ -258,11 +261,14 @@ class _Meeting:
         if told is None:
             return None
         if (departure := Departure.from_bytes(told)) is not None:
-            error = departure.as_error(self._reporter.own, self._reporter.world_rank(0), "the rendezvous")
-            raise error if departure.kind == "lost" else RendezvousError(str(error), (0,))
+            raise departure.as_error(self._reporter.own, self._reporter.world_rank(0), "the rendezvous")
         try:
-            entries = [_Entry.read(each) for each in json.loads(told)]
-        except (ValueError, TypeError, RecursionError):
+            said = json.loads(told)
+            if isinstance(said, dict) and "refused" in said:
+                missing = tuple(int(rank) for rank in said["missing"])
+                raise RendezvousError(f"rank {self._reporter.own} was refused: {said['refused']}", missing)
+            entries = [_Entry.read(each) for each in said]
+        except (ValueError, TypeError, KeyError, RecursionError):
             return None
         return entries if len(entries) == self._world_size else None
 
