@@ -166,16 +166,16 @@ class Reporter:
     """Makes the errors of one rank of a channel; it is given ranks of the channel and names those of the world."""
 
     def __init__(self, rank: int, world_ranks: Sequence[int]) -> None:
-        self._world_ranks = tuple(world_ranks)
-        self.world_size = len(self._world_ranks)
-        self.own = self._world_ranks[rank]
+        self.world_ranks = tuple(world_ranks)
+        self.world_size = len(self.world_ranks)
+        self.own = self.world_ranks[rank]
 
     def world_rank(self, peer: int) -> int:
-        return self._world_ranks[peer]
+        return self.world_ranks[peer]
 
     def names(self, peers: Sequence[int]) -> list[int]:
         """The ranks of the world that `peers` are, each once."""
-        return list(dict.fromkeys(self._world_ranks[peer] for peer in peers))
+        return list(dict.fromkeys(self.world_ranks[peer] for peer in peers))
 
     def lost(self, peer: int, operation: str, story: str = DIED) -> PeerLost:
         """`story` says what became of `peer`: "raised ValueError: …"."""

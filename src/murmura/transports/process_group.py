@@ -64,7 +64,6 @@ class ProcessGroupTransport(Transport):
         timeout: float = 600.0,
         roster: Roster | None = None,
         name: str = "",
-        world_ranks: Sequence[int] | None = None,
     ) -> None:
         rank, world_size = process_group.rank(), process_group.size()
         super().__init__(
@@ -73,7 +72,7 @@ class ProcessGroupTransport(Transport):
             hosts=roster.hosts if roster else None,
             timeout=timeout,
             name=name,
-            world_ranks=world_ranks,
+            world_ranks=roster.world_ranks if roster else None,
         )
         self.check = parse(Check, check, "check")
         self._group = process_group
@@ -125,7 +124,7 @@ class ProcessGroupTransport(Transport):
         reporter = Reporter(rank, range(world_size) if world_ranks is None else world_ranks)
         roster = sign_in(store, rank, world_size, timeout, reporter, watch)
         group, group_store = build_group(roster, world_size, backend, timeout, reporter, watch)
-        transport = cls(group, check=check, timeout=timeout, roster=roster, name=name, world_ranks=world_ranks)
+        transport = cls(group, check=check, timeout=timeout, roster=roster, name=name)
         transport._owns_group = True
         transport._group_store = group_store
         if hosts is not None:

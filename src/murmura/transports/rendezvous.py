@@ -6,6 +6,7 @@ Any number of worlds may meet in one store, one after the other: each gets a par
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -43,8 +44,7 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout: float)
 
 
 def serve_store(host: str, port: int, world_size: int, timeout: float) -> Store | None:
-    """A TCP store of this process at host:port; None if the port is taken. At a loopback address only this host's
-    processes reach it."""
+    """A TCP store of this process at host:port, for this host alone if that is a loopback; None if the port is taken."""
     limit = timedelta(seconds=timeout)
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
     if host not in LOOPBACK:
@@ -78,11 +78,11 @@ def reach_store(host: str, port: int, rank: int, timeout: float) -> Store:
                 (0,),
             )
         time.sleep(PAUSE_SECONDS)  # nothing to wait on: nobody listens yet
-    limit = timedelta(seconds=timeout)
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
     patience = min(GREET_SECONDS, max(0.5, deadline - time.monotonic()))
+    greet = functools.partial(make, host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
     try:  # in a thread, because torch waits for the greeting of whoever listens there without end
-        store = run_watched(lambda: make(host, port, None, False, limit, wait_for_workers=False), patience, nobody)
+        store = run_watched(greet, patience, nobody)
     except TimeoutError:
         store = None
     except (dist.DistError, RuntimeError) as error:
@@ -137,6 +137,7 @@ class Roster:
     hosts: tuple[int, ...]
     pids: dict[int, int]  # of the peers that this process can watch
     store: Store
+    world_ranks: tuple[int, ...]  # what the ranks are called in the world that this is a part of
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,8 @@ def sign_in(
     An answer holds a number that only its rank knows, so nothing that an earlier meeting left in the store is taken
     for this one. `watch` tells of ranks that cannot come any more.
     """
-    meeting = _Meeting(store, rank, world_size, timeout, reporter or Reporter(rank, range(world_size)), watch)
+    reporter = reporter or Reporter(rank, range(world_size))
+    meeting = _Meeting(store, rank, world_size, timeout, reporter, watch)
     try:
         with contextlib.closing(meeting.liveness):
             token, entries = meeting.hold() if rank == 0 else meeting.attend()
@@ -181,7 +183,8 @@ def sign_in(
         ) from error
     own = entries[rank].pid_namespace
     pids = {each: entry.pid for each, entry in enumerate(entries) if entry.pid_namespace == own and each != rank}
-    return Roster(rank, tuple(number_hosts([entry.host for entry in entries])), pids, under(store, token))
+    hosts = tuple(number_hosts([entry.host for entry in entries]))
+    return Roster(rank, hosts, pids, under(store, token), reporter.world_ranks)
 
 
 class _Meeting:
