@@ -44,7 +44,7 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout: float)
 
 
 def serve_store(host: str, port: int, world_size: int, timeout: float) -> Store | None:
-    """A TCP store of this process at host:port, for this host alone if that is a loopback; None if the port is taken."""
+    """A TCP store of this process at host:port, for this host alone if it is a loopback; None if the port is taken."""
     limit = timedelta(seconds=timeout)
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
     if host not in LOOPBACK:
@@ -63,8 +63,7 @@ def serve_store(host: str, port: int, world_size: int, timeout: float) -> Store 
         except OSError:
             return None
         fd = door.detach()  # it belongs to the store from here on
-    name = host or "127.0.0.1"
-    return make(name, port, world_size, True, limit, wait_for_workers=False, master_listen_fd=fd)
+    return make(host or "127.0.0.1", port, world_size, True, limit, wait_for_workers=False, master_listen_fd=fd)
 
 
 def reach_store(host: str, port: int, rank: int, timeout: float) -> Store:
