@@ -154,3 +154,4 @@ class Segment:
             os.close(self._fd)
             self._fd = -1
         self._freed.clear()
+        self._retired.clear()

@@ -179,6 +179,7 @@ class SharedMemoryTransport(Transport):
         self._prepared.clear()
         self._one_shots.clear()
         self._board.depart(self._parting())
+        self._board.failure = None  # whose traceback would keep all this alive
         if self._retire is not None:
             self._retire()
         if self._owns_segment:
