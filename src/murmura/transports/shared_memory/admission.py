@@ -26,6 +26,7 @@ from murmura.transports.watched_store import Watch, nobody
 
 GREET_SECONDS = 5.0  # for a process at the door to say who it is
 LOOK_SECONDS = 0.1  # between two looks whether somebody can still come
+DEATH_SECONDS = 0.2  # between the end of a process's connections and that of itself
 VERDICT_SECONDS = 1.0  # after its own deadline, for rank 0 to say who is missing
 MAX_RANKS = 250  # a message carries at most 253 file descriptors
 
@@ -156,7 +157,9 @@ class _Host:
         if guest.nonce:
             for fd in fds:
                 os.close(fd)
-            if not _is_proof(message.get("proof"), self._secret, "guest", guest.nonce, guest.rank):
+            # A rank that died before it answered has come all the same: its peers lose it in their first operation.
+            died = not message and _readable_now(guest.life_fd, DEATH_SECONDS)
+            if not died and not _is_proof(message.get("proof"), self._secret, "guest", guest.nonce, guest.rank):
                 self._turn_away(guest, "A process that does not know the job's secret was turned away.")
             elif guest.rank in self._admitted:
                 self._turn_away(guest, f"A second process came as rank {guest.rank}.")
@@ -319,10 +322,10 @@ def _readable(connection: socket.socket, deadline: float) -> bool:
         return bool(selector.select(max(0.0, deadline - time.monotonic())))
 
 
-def _readable_now(fd: int) -> bool:
+def _readable_now(fd: int, seconds: float = 0.0) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))
+    return bool(poll.poll(1000 * seconds))
 
 
 def _send(connection: socket.socket, message: dict[str, object], fds: list[int] | None = None) -> None:
