@@ -42,6 +42,7 @@ EXTRA_THIRD_PARTIES = {
     "benchmarks": {"mpi4py"},
 }
 MAX_LINES = 400
+STORE_MODULES = ("process_group", "signed_store", "watched_store", "diary")  # besides rendezvous
 
 
 def top(path: PurePosixPath) -> str:
@@ -51,7 +52,7 @@ def top(path: PurePosixPath) -> str:
 
 def may_import_torch_distributed(path: PurePosixPath) -> bool:
     return (
-        path in {PurePosixPath("transports/process_group.py"), PurePosixPath("transports/signed_store.py")}
+        path in {PurePosixPath(f"transports/{name}.py") for name in STORE_MODULES}
         or "rendezvous" in path.with_suffix("").parts
         or top(path) in {"launch", "integrations", "benchmarks"}
     )

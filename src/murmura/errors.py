@@ -55,13 +55,16 @@ class RendezvousError(MurmuraError):
 
 
 class TransportError(MurmuraError):
-    """An exchange between ranks failed.
+    """An exchange between ranks failed. Ranks are those of the world, also on a channel of fewer ranks.
 
     Attributes:
         rank: the rank that raises.
         peer: the rank at fault, if one can be named.
         operation: the operation that failed, with its number on the channel: "all_reduce #12".
+        cause: what a transport knows of the root cause and tells its peers; None if it made no such record.
     """
+
+    cause: object = None
 
     def __init__(
         self, message: str, *, rank: int | None = None, peer: int | None = None, operation: str | None = None
@@ -94,7 +97,7 @@ class CollectiveMismatch(MurmuraError):
     """Ranks met in one collective with different operations, dtypes or shapes.
 
     Attributes:
-        calls: what each rank called, by rank.
+        calls: what each rank called, by rank of the world.
     """
 
     def __init__(self, message: str, calls: dict[int, str] | None = None) -> None:

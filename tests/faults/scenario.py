@@ -114,7 +114,7 @@ def play(
                 result = act(stage, *args)
                 report = Report(transport.rank, result, ended=time.monotonic())
             except BaseException as error:
-                report = _describe(stage.rank, error, stage.called, time.monotonic())
+                report = _describe(transport.rank, error, stage.called, time.monotonic())
                 if stage.tries_again and isinstance(error, MurmuraError | KeyboardInterrupt):
                     report = _with(report, later=_try_again(stage.transport))
                 raise

@@ -53,17 +53,18 @@ def knock_as_another_user(pipe: Connection, address: str, host_pid: int) -> None
 
 
 def squat_as_another_user(pipe: Connection, address: str) -> None:
-    """Hold a world's meeting point as another user; tell what the first visitor says."""
+    """Hold a world's meeting point as another user; tell what two visitors say."""
     _become_nobody()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         door.bind(address)
         door.listen(1)
         pipe.send(("listening", {}))
         door.settimeout(20.0)
-        guest = door.accept()[0]
-        guest.settimeout(20.0)
-        said, fds, _, _ = socket.recv_fds(guest, 4096, 253)
-        pipe.send(("visited", {"said": said.decode(), "fds": len(fds)}))
+        for _ in range(2):
+            guest = door.accept()[0]
+            guest.settimeout(20.0)
+            said, fds, _, _ = socket.recv_fds(guest, 4096, 253)
+            pipe.send(("visited", {"said": said.decode(), "fds": len(fds)}))
 
 
 def live_in_many_worlds(pipe: Connection, jobs: list[str], rank: int) -> None:

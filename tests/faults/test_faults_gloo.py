@@ -25,7 +25,7 @@ from scenario import NUM_HEALTHY, Report
 from traces import await_state
 
 from murmura import CollectiveMismatch, PeerLost, PeerTimeout, run_world
-from murmura.transports.rendezvous import ROLL_CALL_SECONDS
+from murmura.transports.diary import roll_call_seconds
 
 CULPRIT = 1
 OTHERS = (0, 2)
@@ -169,7 +169,7 @@ def test_ranks_that_call_something_else_compare_notes_at_the_deadline(fault):
     with GlooWorld(3, reduce_until, "prepared", fault, CULPRIT, timeout=TIMEOUT) as world:
         for report in world.reports():
             expect_mismatch(report, {0: CALL, 1: _SILENT[fault], 2: CALL})
-            assert TIMEOUT <= report.waited < TIMEOUT + ROLL_CALL_SECONDS + SLACK_SECONDS
+            assert TIMEOUT <= report.waited < TIMEOUT + roll_call_seconds(TIMEOUT) + SLACK_SECONDS
 
 
 @pytest.mark.parametrize("fault", _COMPARED)
@@ -186,7 +186,7 @@ def test_a_message_against_a_collective_is_in_every_table_as_it_was_called():
             assert report.kind == "CollectiveMismatch", report
             assert report.calls[1].endswith(f"recv(src=2) of float32[{NUMEL}]")
             assert report.calls[2] == CALL
-            assert report.waited < TIMEOUT + ROLL_CALL_SECONDS + SLACK_SECONDS
+            assert report.waited < TIMEOUT + roll_call_seconds(TIMEOUT) + SLACK_SECONDS
             _expect_poisoned(report)
 
 
@@ -305,7 +305,7 @@ def _expect_timeout(report: Report, culprit: int) -> None:
     assert "TimeoutError" in report.family
     assert "raise the timeout" in report.message
     assert re.search(rf"for rank {culprit} in all_reduce #\d+\.", report.message)
-    assert TIMEOUT <= report.waited < TIMEOUT + ROLL_CALL_SECONDS + SLACK_SECONDS
+    assert TIMEOUT <= report.waited < TIMEOUT + roll_call_seconds(TIMEOUT) + SLACK_SECONDS
     _expect_poisoned(report)
 
 

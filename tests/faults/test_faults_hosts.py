@@ -11,7 +11,7 @@ from hosts_acts import HostsWorld, lose_and_stay
 from scenario import NUM_HEALTHY, Report
 from traces import await_state
 
-from murmura.transports.rendezvous import ROLL_CALL_SECONDS
+from murmura.transports.diary import roll_call_seconds
 
 PAIRS, WOVEN = (0, 0, 1, 1), (0, 1, 0, 1)
 TIMEOUT = 1.0  # of what must time out
@@ -166,7 +166,7 @@ def expect_timeout(report: Report, culprit: int, timeout: float = TIMEOUT) -> No
     """The rank waited until its deadline, then for a moment for the others to say what they know."""
     assert (report.kind, report.rank, report.peer) == ("PeerTimeout", report.own, culprit), report
     assert re.search(rf"for rank {culprit} in all_reduce #\d+\.", report.message)
-    assert timeout <= report.waited < timeout + ROLL_CALL_SECONDS + SLACK_SECONDS
+    assert timeout <= report.waited < timeout + roll_call_seconds(timeout) + SLACK_SECONDS
     expect_poisoned(report)
 
 

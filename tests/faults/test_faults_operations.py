@@ -229,7 +229,7 @@ def test_ranks_that_disagree_on_a_channel_get_the_table(kind):
             expect_mismatch(report, {rank: f"all_reduce({'max' if rank == 1 else 'sum'})" for rank in range(3)})
 
 
-def test_a_killed_rank_is_named_by_its_number_in_the_subgroup():
+def test_a_killed_rank_of_a_subgroup_is_named_by_its_number_in_the_world():
     members, culprit = (3, 1, 2), 2
     with World("processes", 4, reduce_in_subgroup, members, "be_absent", culprit) as world:
         world.await_word("ready", *world.others(culprit))
@@ -237,8 +237,7 @@ def test_a_killed_rank_is_named_by_its_number_in_the_subgroup():
         killed = world.kill(culprit)
         for rank in (3, 1):
             (report,) = world.reports(rank)
-            assert report.own == members.index(rank)
-            expect_lost(report, members.index(culprit), number=NUM_HEALTHY + 1)
+            expect_lost(report, culprit, number=NUM_HEALTHY + 1)
             assert report.ended - killed < DEATH_SECONDS
         # The rank outside waited for none of them, and nothing happened to it.
         world.actors[0].say("well?")
@@ -247,10 +246,10 @@ def test_a_killed_rank_is_named_by_its_number_in_the_subgroup():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_raises_is_named_by_its_number_in_the_subgroup(kind):
+def test_a_rank_of_a_subgroup_that_raises_is_named_by_its_number_in_the_world(kind):
     members, culprit = (2, 0, 3), 0
     with World(kind, 4, reduce_in_subgroup, members, "raise_error", culprit) as world:
         for rank in (2, 3):
-            expect_lost(*world.reports(rank), culprit=members.index(culprit), number=NUM_HEALTHY + 1)
+            expect_lost(*world.reports(rank), culprit=culprit, number=NUM_HEALTHY + 1)
         world.actors[1].say("well?")
         assert world.reports(1)[0].kind == ""

@@ -11,7 +11,7 @@ import pytest
 from acts import reduce_until
 from expect import DEATH_SECONDS, PROMPT_SECONDS, SLACK_SECONDS, expect_lost
 from scenario import Actor, World, join_and_play
-from strangers import knock_as_another_user, live_in_many_worlds, squat_as_another_user
+from strangers import NOBODY, knock_as_another_user, live_in_many_worlds, squat_as_another_user
 from traces import assert_nothing_left
 
 from murmura.transports.shared_memory.admission import meeting_address
@@ -221,7 +221,10 @@ def test_a_rank_tells_nothing_to_another_user_at_its_meeting_point():
         squatter.await_word("listening")
         host = Actor("rank 0", join_and_play, job, 0, 2, 20.0, reduce_until, ())
         try:
-            _expect_refusal(host.report())
+            report = host.report()
+            _expect_refusal(report)
+            assert f"another user (uid {NOBODY})" in report.message
+            assert squatter.await_word("visited") == {"said": "", "fds": 0}
         finally:
             host.end()
         guest = Actor("rank 1", join_and_play, job, 1, 2, 20.0, reduce_until, ())

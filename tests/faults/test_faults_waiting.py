@@ -19,7 +19,7 @@ def test_a_warning_comes_after_ten_seconds_and_then_ever_less_often(monkeypatch,
     assert failures.STALL_SECONDS == 10.0
     now = 1000.0
     monkeypatch.setattr(failures.time, "monotonic", lambda: now)
-    patience = failures.Patience(2, "all_reduce #7", 600.0)
+    patience = failures.Patience(failures.Reporter(2, range(8)), "all_reduce #7", 600.0)
     warned = []
     with caplog.at_level(logging.WARNING, "murmura"):
         while now < 1599.0:

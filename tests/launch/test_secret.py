@@ -79,9 +79,9 @@ def test_a_wrong_or_missing_secret_ends_both_sides_before_they_connect(secrets: 
         with pytest.raises(RendezvousError, match=ADVICE):
             raise error
         assert "fish" not in str(error)
-    assert store.check(["murmura/job/here/0", "murmura/job/here/1"]), "they did not meet"
-    assert not store.check(["murmura/job/group/0/0"]), "rank 0 told where it can be reached"
-    assert not store.check(["murmura/job/group/0/1"])
+    assert store.check(["murmura/job/meeting", "murmura/job/here/1"]), "they did not meet"
+    # These two, what rank 0 made of them, and one of torch's own: nobody told where it can be reached.
+    assert store.num_keys() <= 4
 
 
 def test_a_rank_that_finds_the_store_gone_says_who_served_it() -> None:
@@ -90,7 +90,7 @@ def test_a_rank_that_finds_the_store_gone_says_who_served_it() -> None:
     left = threading.Timer(0.3, served.clear)
     left.start()
     with pytest.raises(RendezvousError, match="rank 1 lost the store while the ranks were signing in"):
-        join(port, 1, None)
+        join(port, 1, None, seconds=1.5)
     left.join()
 
 
@@ -124,7 +124,7 @@ class Forger(SignedStore):
     """Signs in with stolen values, then gives an address of its own choice as rank 1's."""
 
     def sign(self, *words: bytes) -> bytes:
-        return bytes(TAG_BYTES) if self._scope == "job/group" and words[1] == b"0/1" else super().sign(*words)
+        return bytes(TAG_BYTES) if self._scope.endswith("/group") and words[1] == b"0/1" else super().sign(*words)
 
 
 def stores(tmp_path: Path, other: type[SignedStore]) -> tuple[SignedStore, SignedStore]:
@@ -160,7 +160,7 @@ def test_an_address_that_a_stranger_left_is_not_connected_to(tmp_path: Path) -> 
             for rank, store in enumerate((honest, forged))
         )
     )
-    with pytest.raises(RendezvousError, match=rf"job/group/0/1 was not written by .* {ADVICE}"):
+    with pytest.raises(RendezvousError, match=rf"job/\w+/group/0/1 was not written by .* {ADVICE}"):
         raise refused
 
 

@@ -45,7 +45,9 @@ def agree(
         return
     texts = transport.all_gather(to_bytes(text, device))
     assert isinstance(texts, list)
-    error = mismatch(transport.rank, call, dict(enumerate(tell_apart([from_bytes(each) for each in texts]))))
+    lines = tell_apart([from_bytes(each) for each in texts])
+    ranks = transport.world_ranks
+    error = mismatch(ranks[transport.rank], call, dict(zip(ranks, lines, strict=True)))
     transport.abort(error)
     raise error
 

@@ -24,7 +24,7 @@ class Deadline:
         self._end = None if timeout is None else time.monotonic() + timeout
 
     def left(self) -> float | None:
-        return None if self._end is None else max(0.0, self._end - time.monotonic())
+        return None if self._end is None else max(0.001, self._end - time.monotonic())  # 0 is no time to wait
 
 
 def all_reduce(

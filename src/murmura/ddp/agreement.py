@@ -68,7 +68,8 @@ def _digests(transport: Transport, subject: int, data: bytes) -> list[int]:
     number = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
     gathered = transport.all_gather(torch.tensor([subject, number]))
     assert isinstance(gathered, list)
-    calls = {rank: f"a comparison of {_SUBJECTS[int(each[0])]}" for rank, each in enumerate(gathered)}
+    ranks = transport.world_ranks
+    calls = {ranks[index]: f"a comparison of {_SUBJECTS[int(each[0])]}" for index, each in enumerate(gathered)}
     if len(set(calls.values())) > 1:
         rows = "\n".join(f"  rank {rank}: {call}" for rank, call in calls.items())
         raise CollectiveMismatch(

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from murmura.errors import PeerLost
+from murmura.errors import MurmuraError, TransportError
 from murmura.launch.outcomes import Outcome, as_raised, root_cause, stuck
+from murmura.transports.failures import Departure
 from murmura.transports.in_process import InProcessTransport
 
 LAST_WORDS_SECONDS = 10.0  # for the other ranks to notice that the world has ended
@@ -46,7 +47,8 @@ def run_threads(
             thread.start()
         _collect(ended, outcomes, world_size, timeout)
     except BaseException as error:  # Ctrl-C, most likely: end the ranks, then let it through
-        _cancel(transports, f"the world was ended by {type(error).__name__}")
+        story = f"the world was ended by {type(error).__name__}."
+        _cancel(transports, lambda rank: TransportError(story, rank=rank))
         deadline = time.monotonic() + LAST_WORDS_SECONDS
         for thread in threads:
             if thread.ident is not None:
@@ -54,14 +56,17 @@ def run_threads(
         raise
     failure = root_cause(outcomes)
     if failure is not None:
-        _cancel(transports, f"rank {failure.rank} raised {type(failure.error).__name__}: {failure.error}", failure.rank)
+        assert failure.error is not None
+        culprit, departure = failure.rank, Departure.of(failure.error, failure.rank)
+        _cancel(transports, lambda rank: None if rank == culprit else departure.as_error(rank, culprit, ""))
         _collect(ended, outcomes, world_size, min(timeout, LAST_WORDS_SECONDS), all_of_them=True)
         failure = root_cause(outcomes)
         assert failure is not None
         raise as_raised(failure, world_size)
     missing = sorted(set(range(world_size)) - {outcome.rank for outcome in outcomes})
     if missing:
-        _cancel(transports, "the other ranks have ended")
+        others = f"the other ranks ended {timeout:.1f} s ago"
+        _cancel(transports, lambda rank: TransportError(f"rank {rank} was ended: {others}.", rank=rank))
         raise stuck(missing, timeout, "a thread cannot be killed, so it goes on until it communicates")
     for thread in threads:
         thread.join()
@@ -90,7 +95,8 @@ def _collect(
             return
 
 
-def _cancel(transports: Sequence[InProcessTransport], story: str, culprit: int | None = None) -> None:
+def _cancel(transports: Sequence[InProcessTransport], reason: Callable[[int], MurmuraError | None]) -> None:
+    """Abort every rank's transport for its `reason`, if it has one."""
     for transport in transports:
-        if transport.rank != culprit:
-            transport.abort(PeerLost(f"{story}.", rank=transport.rank, peer=culprit))
+        if (error := reason(transport.rank)) is not None:
+            transport.abort(error)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import describe
-from murmura.transports.failures import mismatch
+from murmura.transports.failures import Reporter
 
 Move = Callable[[Pairs, Pairs, float], None]
 """An exchange of flat tensors where the transport works: sends, recvs, seconds."""
@@ -33,17 +33,17 @@ def _text(note: Tensor) -> str:
 
 
 def on_collective(
-    move: Move, call: str, rank: int, world_size: int, operation: str, timeout: float, device: torch.device
+    move: Move, call: str, rank: int, reporter: Reporter, operation: str, timeout: float, device: torch.device
 ) -> None:
     """Tell all ranks `call` and hear theirs; raise `CollectiveMismatch` with the table if they differ."""
-    peers = [peer for peer in range(world_size) if peer != rank]
+    peers = [peer for peer in range(reporter.world_size) if peer != rank]
     notes = {peer: _blank(device) for peer in peers}
     own = _note(call, device)
     move([(own, peer) for peer in peers], [(notes[peer], peer) for peer in peers], timeout)
     calls = {peer: _text(note) for peer, note in notes.items()}
     calls[rank] = _text(own)
     if len(set(calls.values())) > 1:
-        raise mismatch(rank, operation, calls)
+        raise reporter.mismatch(operation, calls)
 
 
 def on_split(parent: Transport, name: str, members: Sequence[int], word: int = 0) -> list[int]:
@@ -61,7 +61,7 @@ def on_split(parent: Transport, name: str, members: Sequence[int], word: int = 0
         calls = {peer: _text(note) for peer, note in notes.items()}
         calls[parent.rank] = _text(_note(call, torch.device("cpu")))
         if len(set(calls.values())) > 1:
-            raise mismatch(parent.rank, "split", calls)
+            raise parent._reporter.mismatch("split", calls)
         words[parent.rank] = own
         return [int(words[member]) for member in members]
 
@@ -70,7 +70,13 @@ def on_split(parent: Transport, name: str, members: Sequence[int], word: int = 0
 
 
 def exchange(
-    group: Any, wait: Callable[[Any], None], outgoing: Pairs, incoming: Pairs, sends: Pairs, recvs: Pairs
+    group: Any,
+    wait: Callable[[Any], None],
+    outgoing: Pairs,
+    incoming: Pairs,
+    sends: Pairs,
+    recvs: Pairs,
+    reporter: Reporter,
 ) -> None:
     """An exchange over a process group whose messages are announced, and answered, before they leave.
 
@@ -79,28 +85,29 @@ def exchange(
     two ends may group their messages differently.
     """
     rank, host = group.rank(), torch.device("cpu")
+    own = reporter.own
     data = [group.recv([flat.view(torch.uint8)], src, _DATA) for flat, src in incoming]
     announced = [_blank(host) for _ in recvs]
     announcements = [group.recv([note], src, _NOTICE) for note, (_, src) in zip(announced, recvs, strict=True)]
     answered = [_blank(host) for _ in sends]
     answers = [group.recv([note], dst, _ANSWER) for note, (_, dst) in zip(answered, sends, strict=True)]
-    notices = [_note(_send(tensor, dst), host) for tensor, dst in sends]
+    notices = [_note(_send(tensor, reporter.world_rank(dst)), host) for tensor, dst in sends]
     works = [group.send([note], dst, _NOTICE) for note, (_, dst) in zip(notices, sends, strict=True)]
-    replies = [_note(_recv(out, src), host) for out, src in recvs]
+    replies = [_note(_recv(out, reporter.world_rank(src)), host) for out, src in recvs]
     calls: dict[int, str] = {}
     for work, note, reply, (out, src) in zip(announcements, announced, replies, recvs, strict=True):
         wait(work)
         works.append(group.send([reply], src, _ANSWER))
-        if _text(note) != _send(out, rank):
-            calls = calls or {rank: _recv(out, src), src: _text(note)}
+        if _text(note) != _send(out, own):
+            calls = calls or {rank: _recv(out, reporter.world_rank(src)), src: _text(note)}
     for work, note, (flat, dst), (tensor, _) in zip(answers, answered, outgoing, sends, strict=True):
         wait(work)
-        if _text(note) != _recv(tensor, rank):
-            calls = calls or {rank: _send(tensor, dst), dst: _text(note)}
+        if _text(note) != _recv(tensor, own):
+            calls = calls or {rank: _send(tensor, reporter.world_rank(dst)), dst: _text(note)}
         if not calls:
             works.append(group.send([flat.view(torch.uint8)], dst, _DATA))
     if calls:
-        raise mismatch(rank, "exchange", calls)
+        raise reporter.mismatch("exchange", calls)
     for work in (*data, *works):
         wait(work)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from murmura.collectives import gather, ring
-from murmura.errors import UsageError
+from murmura.errors import TransportError, UsageError
 from murmura.transports.checks import (
     check_all_reduce,
     check_all_to_all,
@@ -32,6 +32,7 @@ from murmura.transports.checks import (
     check_reduce,
     check_reduce_scatter,
     check_scatter,
+    check_timeout,
     check_writable,
     describe,
     describe_rows,
@@ -124,6 +125,7 @@ class Transport(TransportCore):
 
         Returns the tensor written, or a `Ticket` whose ``wait`` returns it.
         """
+        check_timeout(timeout)
         op = check_all_reduce(tensor, op, out)
         target = tensor if out is None else out
 
@@ -143,6 +145,7 @@ class Transport(TransportCore):
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False, timeout: float | None = None
     ) -> Tensor | Ticket:
         """Overwrite `tensor` on every rank with rank `src`'s; returns it, or a `Ticket`."""
+        check_timeout(timeout)
         check_broadcast(tensor, src, self.world_size)
 
         def work() -> Tensor:
@@ -156,6 +159,7 @@ class Transport(TransportCore):
 
     def barrier(self, timeout: float | None = None) -> None:
         """Return once every rank has called."""
+        check_timeout(timeout)
 
         def work() -> None:
             if self.world_size > 1:
@@ -173,6 +177,7 @@ class Transport(TransportCore):
         timeout: float | None = None,
     ) -> Tensor | Ticket:
         """Reduce `tensor` over all ranks, in rank order, into rank `dst`'s; on the others it stays as it is."""
+        check_timeout(timeout)
         op = check_reduce(tensor, dst, op, self.world_size)
 
         def work() -> Tensor:
@@ -198,6 +203,7 @@ class Transport(TransportCore):
 
         Chunk i of D elements over n ranks has D // n + (i < D % n) elements.
         """
+        check_timeout(timeout)
         op = check_reduce_scatter(tensor, op)
 
         def work() -> Tensor:
@@ -212,6 +218,7 @@ class Transport(TransportCore):
         self, tensor: Tensor, *, async_op: bool = False, timeout: float | None = None
     ) -> list[Tensor] | Ticket:
         """Every rank's tensor, in rank order, as new tensors; first dimensions may differ."""
+        check_timeout(timeout)
         check_dense(tensor)
 
         def work() -> list[Tensor]:
@@ -224,6 +231,7 @@ class Transport(TransportCore):
         self, tensor: Tensor, dst: int = 0, *, async_op: bool = False, timeout: float | None = None
     ) -> list[Tensor] | Ticket | None:
         """Every rank's tensor, in rank order, on rank `dst`; None elsewhere. First dimensions may differ."""
+        check_timeout(timeout)
         check_gather(tensor, dst, self.world_size)
 
         def work() -> list[Tensor] | None:
@@ -242,6 +250,7 @@ class Transport(TransportCore):
         timeout: float | None = None,
     ) -> Tensor | Ticket:
         """Fill `out` with this rank's entry of rank `src`'s `tensors`, which only rank `src` gives."""
+        check_timeout(timeout)
         check_scatter(tensors, src, out, self.rank, self.world_size)
 
         def work() -> Tensor:
@@ -260,6 +269,7 @@ class Transport(TransportCore):
         timeout: float | None = None,
     ) -> Ticket | None:
         """Send sends[r] to rank r and fill recvs[r] from rank r; sizes may differ from pair to pair."""
+        check_timeout(timeout)
         check_all_to_all(sends, recvs, self.rank, self.world_size)
 
         def work() -> None:
@@ -276,7 +286,16 @@ class Transport(TransportCore):
 
         Not collective: ranks may allocate what and when they like. Slices of it are as good as the whole.
         """
-        return torch.zeros(numel, dtype=dtype, device=device)
+        try:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        except RuntimeError as error:
+            own = self._reporter.own
+            raise TransportError(
+                f"rank {own} cannot allocate {numel} elements of {dtype} on {device}: {str(error).splitlines()[0]} "
+                "Use smaller buffers.",
+                rank=own,
+                operation="allocate",
+            ) from error
 
     # For backends
 
@@ -307,8 +326,9 @@ class Transport(TransportCore):
         self._agree("barrier()", timeout)
         ring.barrier(self, timeout=self._seconds(timeout))
 
-    def _check_pairs(self, sends: Pairs, recvs: Pairs) -> None:
+    def _check_pairs(self, sends: Pairs, recvs: Pairs, timeout: float | None = None) -> None:
         """Refuse an exchange that makes no sense, before anything is sent."""
+        check_timeout(timeout)
         for what, pairs in (("dst", sends), ("src", recvs)):
             for tensor, peer in pairs:
                 check_rank(peer, self.world_size, what)

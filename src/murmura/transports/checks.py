@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from murmura.collectives.reduction import check_reducible
-from murmura.errors import UsageError
+from murmura.errors import ConfigError, UsageError
 from murmura.types import ReduceOp
+
+
+class Check(StrEnum):
+    """When ranks compare what they call."""
+
+    BEST_EFFORT = "best_effort"  # after a time-out, as far as the store can tell
+    ALWAYS = "always"  # before every operation, for a round trip
 
 
 def check_rank(rank: int, world_size: int, what: str) -> None:
     """Refuse a number that is no rank of the world; `what` is the argument's name."""
     if not 0 <= rank < world_size:
         raise UsageError(f"{what}={rank} is not a rank of this world: ranks go from 0 to {world_size - 1}.")
+
+
+def check_timeout(timeout: float | None, refuse: type[UsageError | ConfigError] = UsageError) -> None:
+    """Refuse what no wait can last: without a deadline a rank would wait for ever."""
+    if timeout is None:
+        return
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not (is_number and 0 < timeout <= threading.TIMEOUT_MAX):
+        raise refuse(f"timeout={timeout!r} is not a number of seconds above 0. Pass a finite one.")
 
 
 def check_members(members: Sequence[int], world_size: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+import weakref
+
 import torch
 
 from murmura.config import DistributedConfig
@@ -10,14 +13,16 @@ from murmura.transports.base import Transport
 from murmura.transports.hierarchical import HierarchicalTransport
 from murmura.transports.in_process import InProcessTransport
 from murmura.transports.process_group import ProcessGroupTransport
-from murmura.transports.rendezvous import open_store, sign_in, under
+from murmura.transports.rendezvous import LOOPBACK, Store, StoreLost, answers, reach_store, serve_store, sign_in, under
 from murmura.transports.shared_memory import SharedMemoryTransport
 from murmura.transports.signed_store import SignedStore
+from murmura.transports.watched_store import nobody, poll
 from murmura.types import DistributedBackend, TransportKind
 
 __all__ = ["connect"]
 
-_LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
+_SERVED: weakref.WeakValueDictionary[tuple[str, int], Store] = weakref.WeakValueDictionary()
+"""The stores that this process serves as rank 0, as long as a transport lives that needs them; the next joins in."""
 
 
 def connect(config: DistributedConfig | None = None) -> Transport:
@@ -45,15 +50,46 @@ def connect(config: DistributedConfig | None = None) -> Transport:
             f"transport='shared_memory' joins the processes of one host, but only {config.local_world_size} of the "
             f"{config.world_size} ranks are on this one."
         )
-    job = f"{config.job_id}:{config.coordinator_addr}:{config.secret}"
-    return SharedMemoryTransport.join(job, config.rank, config.world_size, timeout=config.timeout)
+    job = f"{config.job_id}:{config.coordinator_addr}"
+    return SharedMemoryTransport.join(
+        job, config.rank, config.world_size, timeout=config.timeout, secret=config.secret or ""
+    )
 
 
 def _join_over_a_network(config: DistributedConfig, kind: TransportKind) -> Transport:
     if not config.coordinator_addr:
         raise ConfigError(f"transport='{kind}' needs coordinator_addr, the host:port where rank 0 can be reached.")
+    deadline = time.monotonic() + config.timeout
+    while True:
+        store = _open_store(config, max(1.0, deadline - time.monotonic()))
+        try:
+            transport = _join(store, config, kind)
+        except StoreLost:
+            # Perhaps the store of an earlier connection, which rank 0 has closed to open the next.
+            if config.rank == 0 or time.monotonic() > deadline or not _is_back(config, deadline):
+                raise
+        else:
+            transport._store_served = store
+            return transport
+
+
+def _open_store(config: DistributedConfig, timeout: float) -> Store:
+    host, port = config.coordinator_host, config.coordinator_port
+    if config.rank == 0:
+        served = _SERVED.get((host, port)) or serve_store(host, port, config.world_size, timeout)
+        if served is not None:
+            _SERVED[host, port] = served
+            return served
+    return reach_store(host, port, config.rank, timeout)  # on rank 0 a launcher's
+
+
+def _is_back(config: DistributedConfig, deadline: float) -> bool:
+    """Whether somebody serves the store again before the deadline."""
+    return poll(lambda: answers(config.coordinator_host, config.coordinator_port), deadline - time.monotonic(), nobody)
+
+
+def _join(store: Store, config: DistributedConfig, kind: TransportKind) -> Transport:
     rank, size = config.rank, config.world_size
-    store = open_store(config.coordinator_host, config.coordinator_port, rank, size, config.timeout)
     scope = f"murmura/{config.job_id or ''}"
     job = under(store, scope)
     if config.secret:
@@ -85,4 +121,4 @@ def _has_a_gpu_each(config: DistributedConfig) -> bool:
 def _on_one_host(config: DistributedConfig) -> bool:
     if config.local_world_size is not None:
         return config.local_world_size == config.world_size
-    return config.coordinator_addr == "" or config.coordinator_host in _LOOPBACK
+    return config.coordinator_addr == "" or config.coordinator_host in LOOPBACK

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from murmura.errors import ConfigError, TransportClosed, UsageError
 from murmura.observe.recorder import Probe
-from murmura.transports.failures import again
+from murmura.transports.checks import check_timeout
+from murmura.transports.failures import Departure, Reporter
 from murmura.transports.listeners import CollectiveListeners
 from murmura.transports.order import Order, Ticket
 
@@ -27,22 +29,36 @@ class TransportCore(ABC):
     """The device whose memory the backend works in; tensors of other kinds are brought there. None: any."""
 
     def __init__(
-        self, rank: int, world_size: int, *, hosts: Sequence[int] | None = None, timeout: float = 600.0, name: str = ""
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        hosts: Sequence[int] | None = None,
+        timeout: float = 600.0,
+        name: str = "",
+        world_ranks: Sequence[int] | None = None,
     ) -> None:
+        """`world_ranks[r]` is what rank r is called in the world, if this is a channel, a subgroup or a part of it."""
+        check_timeout(timeout, ConfigError)
         self.rank = rank
         self.world_size = world_size
         self.hosts: Sequence[int] = tuple(hosts) if hosts is not None else (0,) * world_size
         self.timeout = timeout
         self.name = name or "world"
+        self.world_ranks: Sequence[int] = tuple(range(world_size) if world_ranks is None else world_ranks)
+        self._reporter = Reporter(rank, self.world_ranks)
         self._order = Order(f"{self.name}-rank{rank}")
+        self._order.close_with(self)  # if it is dropped without being closed
         self._failure: BaseException | None = None
         self._closed = False
         self._operation = ""  # what runs now, for error messages
         self._num_collectives = 0
-        self._splits: list[Any] = []  # transports of the backend's own kind
+        self._splits: weakref.WeakSet[Any] = weakref.WeakSet()  # transports of the backend's own kind, as long as used
+        self._failures: list[BaseException] = []  # of this transport and all that was split off
         self._ranks_in_parent: Sequence[int] = range(world_size)  # by rank here, if this was split off
         self._probe: Probe | None = None
         self._listeners = CollectiveListeners()  # shared with what is split off
+        self._store_served: Any = None  # that lives as long as this, if this rank serves it
 
     @abstractmethod
     def close(self) -> None:
@@ -52,6 +68,12 @@ class TransportCore(ABC):
         """Poison the transport because of `error`, so that peers learn the cause before `close` ends it."""
         if self._failure is None:
             self._failure = error
+            self._failures.append(error)
+
+    def _parting(self) -> Departure:
+        """What to tell the peers when this rank closes: the failure of a channel, if one failed, outlives it."""
+        own = self._reporter.own
+        return Departure.of(self._failures[0], own) if self._failures else Departure(own)
 
     @property
     def failed(self) -> bool:
@@ -82,7 +104,7 @@ class TransportCore(ABC):
         """Report operations and waiting to `probe`, here and on what is split off now or later; None ends it."""
         self._probe = probe
         self._observe_waiting(probe)
-        for split in self._splits:
+        for split in list(self._splits):
             split.observe(None if probe is None else probe.within(split._ranks_in_parent))
 
     def _observe_waiting(self, probe: Probe | None) -> None:
@@ -91,7 +113,8 @@ class TransportCore(ABC):
 
     def _keep(self, split: TransportCore, members: Sequence[int] | None) -> None:
         """`split`, of ranks `members`, has been split off: it is closed and observed together with this transport."""
-        self._splits.append(split)
+        self._splits.add(split)
+        split._failures = self._failures
         if split.world_size == self.world_size:
             split._listeners = self._listeners
         if members is not None:
@@ -140,11 +163,12 @@ class TransportCore(ABC):
         return self._order.submit(f"{name} on rank {self.rank}", turn)
 
     def _turn(self, name: str, work: Callable[[], Any]) -> Any:
-        self._check_usable()
         outermost = not self._operation
+        number = self._num_collectives + (name != "exchange")
+        operation = name if name == "exchange" else f"{name} #{number}"
+        self._check_usable(operation)
         if outermost:
-            self._num_collectives += name != "exchange"
-            self._operation = name if name == "exchange" else f"{name} #{self._num_collectives}"
+            self._num_collectives, self._operation = number, operation
         try:
             return work()
         except (UsageError, ConfigError):  # refused before anything was sent
@@ -156,13 +180,15 @@ class TransportCore(ABC):
             if outermost:
                 self._operation = ""
 
-    def _check_usable(self) -> None:
+    def _check_usable(self, operation: str = "") -> None:
         if self._failure is not None:
-            raise again(self._failure) from self._failure
+            raise self._reporter.again(self._failure, operation) from self._failure
         if self._closed:
+            rank = self._reporter.own
             raise TransportClosed(
-                f"rank {self.rank} closed this transport ({self.name}) before the call. Make a new one with connect().",
-                rank=self.rank,
+                f"rank {rank} closed this transport ({self.name}) before the call. Make a new one with connect().",
+                rank=rank,
+                operation=operation or None,
             )
 
     def _seconds(self, timeout: float | None) -> float:

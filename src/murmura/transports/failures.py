@@ -1,6 +1,8 @@
-"""The words of a transport's errors: who waited for whom, in which operation, and what to do.
+"""The errors of a transport: who waited for whom, in which operation, and what to do.
 
-Also the stall warning, so that a rank that waits says so long before its deadline.
+Every number in them, in texts and in fields, is a rank of the world, also on a channel of fewer ranks: a `Reporter`
+is given the ranks of its channel and names those of the world. What a rank tells its peers at its end is a
+`Departure`: the root cause, which is passed on unchanged by those who only heard of it.
 """
 
 from __future__ import annotations
@@ -8,16 +10,18 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportError
+from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportClosed, TransportError
 
-__all__ = ["Departure", "Patience", "again", "mismatch", "peer_lost", "peer_timeout", "words_of"]
+__all__ = ["DIED", "Departure", "Patience", "Reporter", "follow", "mismatch", "words_of"]
 
 log = logging.getLogger("murmura")
 
 STALL_SECONDS = 10.0
+DIED = "died: it was killed, or exited without closing"
+KINDS = ("left", "raised", "lost", "timeout", "mismatch")
 
 
 def _name(ranks: Sequence[int]) -> str:
@@ -26,26 +30,28 @@ def _name(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def peer_timeout(rank: int, awaited: Sequence[int], operation: str, waited: float, state: str = "") -> PeerTimeout:
-    """`awaited` live but did not come; `state` says what is known of them, as a sentence."""
+def _in(operation: str) -> str:
+    return f" in {operation}" if operation else ""
+
+
+def _peer_timeout(rank: int, awaited: Sequence[int], operation: str, waited: float, state: str = "") -> PeerTimeout:
     return PeerTimeout(
-        f"rank {rank} waited {waited:.1f} s for {_name(awaited)} in {operation}. {state}"
+        f"rank {rank} waited {waited:.1f} s for {_name(awaited)}{_in(operation)}. {state}"
         f"{' ' if state else ''}If they are only slow, raise the timeout (DistributedConfig.timeout, or timeout= of "
         "the call); if they are stuck, look at what they do (py-spy dump --pid PID).",
         rank=rank,
         peer=awaited[0],
-        operation=operation,
+        operation=operation or None,
     )
 
 
-def peer_lost(rank: int, peer: int, operation: str, story: str) -> PeerLost:
-    """`story` says what became of `peer`: "was killed or exited without closing", "raised ValueError: …"."""
+def _peer_lost(rank: int, peer: int, operation: str, story: str) -> PeerLost:
     return PeerLost(
-        f"rank {rank} lost rank {peer} in {operation}: rank {peer} {story}. "
+        f"rank {rank} lost rank {peer}{_in(operation)}: rank {peer} {story}. "
         f"Look at rank {peer}'s own output for the cause; this transport is unusable, so start the world anew.",
         rank=rank,
         peer=peer,
-        operation=operation,
+        operation=operation or None,
     )
 
 
@@ -67,36 +73,71 @@ def words_of(error: BaseException) -> str:
         return f"{type(error).__name__} (its message cannot be read)"
 
 
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """`error`, what it was raised from or in answer to, and so on."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ if error.__suppress_context__ else error.__cause__ or error.__context__
+
+
+def follow(peer: int, awaits: Callable[[int], int | None]) -> int:
+    """The rank on which `peer` hangs at last: `awaits(r)` is whom rank r waits for. In a circle, `peer` itself."""
+    seen = [peer]
+    while (awaited := awaits(seen[-1])) is not None:
+        if awaited in seen:
+            return peer
+        seen.append(awaited)
+    return seen[-1]
+
+
 @dataclass(frozen=True)
 class Departure:
     """Why a rank can no longer be waited for, as it tells its peers: they then raise the same cause, not a guess."""
 
-    story: str = "closed its transport and left"
-    kind: str = "left"  # left, raised, lost, timeout or mismatch
-    culprit: int | None = None  # the rank at fault, when it is another one
+    culprit: int  # the rank at fault; of a mismatch, the rank that tells
+    story: str = "closed its transport and left"  # what became of the culprit; of a time-out, what the witness did
+    kind: str = "left"  # one of KINDS
+    witness: int | None = None  # who noticed it first, if that was not the culprit
     calls: dict[str, str] = field(default_factory=dict)  # of a mismatch, by rank
 
     @classmethod
-    def of(cls, error: BaseException, *, same_ranks: bool = True) -> Departure:
-        """What `error` means to the peers; `same_ranks` is False where they are numbered otherwise."""
-        story = f"raised {words_of(error)}"
-        if same_ranks and isinstance(error, CollectiveMismatch):
-            return cls(story, "mismatch", calls={str(rank): call for rank, call in error.calls.items()})
-        if same_ranks and isinstance(error, PeerTimeout | PeerLost) and error.peer is not None:
-            return cls(story, "timeout" if isinstance(error, PeerTimeout) else "lost", error.peer)
-        return cls(story, "raised")
+    def of(cls, error: BaseException, rank: int) -> Departure:
+        """What the failure of `rank` with `error` means to its peers; what it only heard of, it passes on."""
+        for each in _chain(error):
+            if isinstance(each, CollectiveMismatch):
+                calls = {str(other): call for other, call in each.calls.items()}
+                return cls(rank, f"raised {words_of(each)}", "mismatch", calls=calls)
+            if isinstance(each, TransportError) and isinstance(each.cause, Departure):
+                departure = each.cause
+                return replace(departure, kind="lost") if departure.kind == "left" else departure
+            if isinstance(each, PeerTimeout | PeerLost) and each.peer not in (None, rank):
+                kind = "timeout" if isinstance(each, PeerTimeout) else "lost"
+                return cls(each.peer, f"raised {words_of(each)}", kind, rank)
+        return cls(rank, f"raised {words_of(error)}", "raised")
 
-    def as_error(self, rank: int, peer: int, operation: str) -> TransportError | CollectiveMismatch:
-        """The error that `rank` raises because it waits for `peer`, which departed so."""
+    def as_error(
+        self, rank: int, peer: int, operation: str, waited: float = 0.0
+    ) -> TransportError | CollectiveMismatch:
+        """The error that `rank` raises because `peer`, which it waits for, departed so."""
         if self.kind == "mismatch":
             return mismatch(rank, operation, {int(each): call for each, call in self.calls.items()})
-        if self.culprit is None or self.culprit == rank:
-            lost = peer_lost(rank, peer, operation, self.story)
+        witness = peer if self.witness is None else self.witness
+        error: TransportError
+        if self.culprit == rank:  # the others gave up on it
+            told = self.story if self.kind == "timeout" else f"gave up on rank {rank}, which {self.story}"
+            error = _peer_lost(rank, witness, operation, told)
+        elif self.kind == "timeout":
+            first = f"Rank {witness} gave up on it first." if witness not in (rank, self.culprit) else ""
+            error = _peer_timeout(rank, [self.culprit], operation, waited, first)
+        elif self.kind == "lost" and self.story.startswith("raised Peer"):
+            error = _peer_lost(rank, self.culprit, operation, f"was lost to rank {witness} before, which {self.story}")
+        else:
+            error = lost = _peer_lost(rank, self.culprit, operation, self.story)
             lost.left = self.kind == "left"
-            return lost
-        if self.kind == "timeout":
-            return peer_timeout(rank, [self.culprit], operation, 0.0, f"Rank {peer} gave up on it first.")
-        return peer_lost(rank, self.culprit, operation, f"was lost to rank {peer} before, which {self.story}")
+        error.cause = self
+        return error
 
     def to_bytes(self, limit: int) -> bytes:
         """As JSON of at most `limit` bytes; a long story loses its end."""
@@ -106,15 +147,94 @@ class Departure:
         return encoded
 
     @classmethod
-    def from_bytes(cls, encoded: bytes) -> Departure:
-        return cls(**json.loads(encoded))
+    def from_bytes(cls, encoded: bytes) -> Departure | None:
+        """None for anything that `to_bytes` has not written: whoever reaches the store can write there."""
+        try:
+            told = json.loads(encoded)
+            departure = cls(**told)
+            calls = {str(int(rank)): str(call) for rank, call in departure.calls.items()}
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return None
+        witness_known = departure.witness is None or type(departure.witness) is int
+        texts = isinstance(departure.story, str) and departure.kind in KINDS
+        if type(departure.culprit) is not int or not witness_known or not texts:
+            return None
+        return replace(departure, calls=calls)
+
+
+class Reporter:
+    """Makes the errors of one rank of a channel; it is given ranks of the channel and names those of the world."""
+
+    def __init__(self, rank: int, world_ranks: Sequence[int]) -> None:
+        self.world_ranks = tuple(world_ranks)
+        self.world_size = len(self.world_ranks)
+        self.own = self.world_ranks[rank]
+
+    def world_rank(self, peer: int) -> int:
+        return self.world_ranks[peer]
+
+    def names(self, peers: Sequence[int]) -> list[int]:
+        """The ranks of the world that `peers` are, each once."""
+        return list(dict.fromkeys(self.world_ranks[peer] for peer in peers))
+
+    def lost(self, peer: int, operation: str, story: str = DIED) -> PeerLost:
+        """`story` says what became of `peer`: "raised ValueError: …"."""
+        culprit = self.world_rank(peer)
+        error = _peer_lost(self.own, culprit, operation, story)
+        error.cause = Departure(culprit, story, "lost", self.own)
+        return error
+
+    def timed_out(self, awaited: Sequence[int], operation: str, waited: float, state: str = "") -> PeerTimeout:
+        """`awaited` live but did not come; `state` says what is known of them, as a sentence."""
+        error = _peer_timeout(self.own, self.names(awaited), operation, waited, state)
+        assert error.peer is not None
+        error.cause = Departure(error.peer, f"raised {words_of(error)}", "timeout", self.own)
+        return error
+
+    def departed(
+        self, departure: Departure, peer: int, operation: str, waited: float = 0.0
+    ) -> TransportError | CollectiveMismatch:
+        """`peer`, which this rank waits for, has said why it cannot be waited for."""
+        return departure.as_error(self.own, self.world_rank(peer), operation, waited)
+
+    def mismatch(self, operation: str, calls: Mapping[int, str]) -> CollectiveMismatch:
+        """The table of who called what, by rank of the channel."""
+        return mismatch(self.own, operation, {self.world_rank(peer): call for peer, call in calls.items()})
+
+    def closed(self, operation: str) -> TransportClosed:
+        """This rank closed the transport while `operation` was under way."""
+        words = f"rank {self.own} closed the transport during {operation}."
+        return TransportClosed(words, rank=self.own, operation=operation or None)
+
+    def aborted(
+        self, failure: BaseException, operation: str, waited: float = 0.0
+    ) -> TransportError | CollectiveMismatch:
+        """Another thread of this rank aborted the transport with `failure` while `operation` was under way."""
+        if isinstance(failure, TransportError) and isinstance(failure.cause, Departure):
+            witness = failure.cause.culprit if failure.cause.witness is None else failure.cause.witness
+            return failure.cause.as_error(self.own, witness, operation, waited)
+        return self.again(failure, operation)
+
+    def again(self, first: BaseException, operation: str = "") -> TransportError | CollectiveMismatch:
+        """The error of a call on a transport that `first` has already broken: same kind, raised at once."""
+        message = (
+            f"this transport failed earlier and is unusable; start the world anew. The first failure: {words_of(first)}"
+        )
+        if isinstance(first, CollectiveMismatch):
+            return CollectiveMismatch(message, first.calls)
+        if not isinstance(first, TransportError):
+            return TransportError(message, rank=self.own, operation=operation or None)
+        rank = self.own if first.rank is None else first.rank
+        error = type(first)(message, rank=rank, peer=first.peer, operation=first.operation or operation or None)
+        error.cause = first.cause
+        return error
 
 
 class Patience:
     """How long one wait may still last; warns when it has become long, ever less often."""
 
-    def __init__(self, rank: int, operation: str, timeout: float) -> None:
-        self._rank = rank
+    def __init__(self, reporter: Reporter, operation: str, timeout: float) -> None:
+        self._reporter = reporter
         self._operation = operation
         self._began = time.monotonic()
         self._timeout = timeout
@@ -132,23 +252,11 @@ class Patience:
         """Raise `PeerTimeout` if the time is up; warn if the wait has become long."""
         waited = self.waited
         if waited >= self._timeout:
-            raise peer_timeout(self._rank, awaited, self._operation, waited, state)
+            raise self._reporter.timed_out(awaited, self._operation, waited, state)
         if waited >= self._warn_after:
             self._warn_after *= 2
             log.warning(
                 "rank %d has waited %.0f s for %s in %s; it gives up after %.0f s.%s",
-                self._rank, waited, _name(awaited), self._operation, self._timeout,
+                self._reporter.own, waited, _name(self._reporter.names(awaited)), self._operation, self._timeout,
                 f" {state}" if state else "",
             )  # fmt: skip
-
-
-def again(first: BaseException) -> TransportError | CollectiveMismatch:
-    """The error of a call on a transport that `first` has already broken: same kind, raised at once."""
-    message = (
-        f"this transport failed earlier and is unusable; start the world anew. The first failure: {words_of(first)}"
-    )
-    if isinstance(first, CollectiveMismatch):
-        return CollectiveMismatch(message, first.calls)
-    if isinstance(first, TransportError):
-        return type(first)(message, rank=first.rank, peer=first.peer, operation=first.operation)
-    return TransportError(message)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import select
+import weakref
 from collections.abc import Sequence
 
 
@@ -18,6 +18,14 @@ def host_identity() -> str:
         return platform.node()
 
 
+def pid_namespace() -> str:
+    """The same for processes that know each other by the same numbers."""
+    try:
+        return f"{host_identity()}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return host_identity()
+
+
 def number_hosts(identities: Sequence[str]) -> list[int]:
     """For each rank the index of its host, in the order in which the hosts first appear."""
     order = list(dict.fromkeys(identities))
@@ -25,23 +33,37 @@ def number_hosts(identities: Sequence[str]) -> list[int]:
 
 
 class Liveness:
-    """Watches processes of this host; those it cannot watch count as alive."""
+    """Watches processes of this pid namespace; those it cannot watch count as alive."""
 
     def __init__(self, pids: dict[int, int]) -> None:
         """`pids` by rank."""
         self._fds: dict[int, int] = {}
+        self._gone: set[int] = set()  # before they could be watched
+        self._release = weakref.finalize(self, _close_all, self._fds)
         for rank, pid in pids.items():
-            with contextlib.suppress(OSError, AttributeError):  # other pid namespace, or no pidfds here
-                self._fds[os.pidfd_open(pid)] = rank
+            self.add(rank, pid)
+
+    def add(self, rank: int, pid: int) -> None:
+        """Watch the process of `rank`, too."""
+        try:
+            self._fds[os.pidfd_open(pid)] = rank
+        except ProcessLookupError:
+            self._gone.add(rank)
+        except (OSError, AttributeError, OverflowError):  # no pidfds here
+            return
 
     def dead(self) -> list[int]:
         """The ranks whose process has ended."""
         poll = select.poll()
         for fd in self._fds:
             poll.register(fd, select.POLLIN)
-        return sorted(self._fds[fd] for fd, _ in poll.poll(0))
+        return sorted(self._gone | {self._fds[fd] for fd, _ in poll.poll(0)})
 
     def close(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        self._fds.clear()
+        self._release()
+
+
+def _close_all(fds: dict[int, int]) -> None:
+    for fd in fds:
+        os.close(fd)
+    fds.clear()

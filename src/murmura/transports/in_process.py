@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +17,12 @@ from torch import Tensor
 from murmura.collectives.chunks import chunk_bounds, plan_segments
 from murmura.collectives.direct import push
 from murmura.collectives.reduction import Reduction
-from murmura.errors import ConfigError, TransportClosed, TransportError
+from murmura.errors import ConfigError
 from murmura.observe.recorder import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_members, describe
-from murmura.transports.failures import Departure, Patience, mismatch, words_of
+from murmura.transports.failures import Departure, Patience, follow
 from murmura.transports.order import Ticket
 from murmura.types import ReduceOp
 
@@ -54,15 +54,19 @@ class _Board:
         self.awaits: list[int | None] = [None] * world_size  # whom each rank waits for in an exchange
         self.mail: dict[tuple[int, int], deque[_Message]] = {}
         self.departed: dict[int, Departure] = {}
-        self.splits: dict[Any, _Board] = {}
+        self.splits: dict[Any, _Board] = {}  # that not all of their ranks have joined yet
+        self.num_joined = 0
 
     def departure(self, rank: int) -> Departure | None:
         """Why `rank` cannot be waited for, here or, if it never came here, on the board this one was split from."""
         departure = self.departed.get(rank)
         if departure is None and self._parent is not None:
-            departure = self._parent.departure(self._members[rank])
-            return None if departure is None else replace(departure, kind="raised", culprit=None)
+            return self._parent.departure(self._members[rank])
         return departure
+
+    def idle_of(self, awaited: Sequence[int]) -> list[int]:
+        """Those on whom `awaited` hang: a rank that waits for another in an exchange is not at fault, but that one."""
+        return [follow(peer, self.awaits.__getitem__) for peer in awaited]
 
     def last_call(self, rank: int) -> str:
         return self.calls[self.arrived[rank] & 1][rank]
@@ -86,8 +90,9 @@ class InProcessTransport(Transport):
         hosts: Sequence[int] | None = None,
         timeout: float = 600.0,
         name: str = "",
+        world_ranks: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(rank, board.world_size, hosts=hosts, timeout=timeout, name=name)
+        super().__init__(rank, board.world_size, hosts=hosts, timeout=timeout, name=name, world_ranks=world_ranks)
         self._board = board
         self._waiting_probe: Probe | None = None
         self._split_counts: dict[Any, int] = {}
@@ -113,7 +118,7 @@ class InProcessTransport(Transport):
     def exchange(
         self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
     ) -> Ticket | None:
-        self._check_pairs(sends, recvs)
+        self._check_pairs(sends, recvs, timeout)
         return self._operate(  # type: ignore[no-any-return]
             "exchange", lambda: self._exchange(sends, recvs, timeout), async_op, self._sent(sends)
         )
@@ -127,14 +132,19 @@ class InProcessTransport(Transport):
         agreement.on_split(self, name, members)
         # The k-th split of a name is one channel on every member, whatever else they split in between.
         ordinal = self._split_counts[name, members] = self._split_counts.get((name, members), 0) + 1
+        key = name, members, ordinal
         with self._board.changed:
-            board = self._board.splits.setdefault((name, members, ordinal), _Board(len(members), self._board, members))
+            board = self._board.splits.setdefault(key, _Board(len(members), self._board, members))
+            board.num_joined += 1
+            if board.num_joined == len(members):  # nobody else will ask for it
+                del self._board.splits[key]
         split = InProcessTransport(
             board,
             members.index(self.rank),
             hosts=[self.hosts[rank] for rank in members],
             timeout=self.timeout,
             name=f"{self.name}/{name}",
+            world_ranks=[self.world_ranks[rank] for rank in members],
         )
         self._keep(split, members)
         return split
@@ -145,17 +155,17 @@ class InProcessTransport(Transport):
     def abort(self, error: BaseException) -> None:
         if self._failure is None:
             super().abort(error)
-            self._depart(Departure.of(error))
-            for split in self._splits:
-                split.abort(TransportError(words_of(error)))
+            self._depart(Departure.of(error, self._reporter.own))
+            for split in list(self._splits):
+                split.abort(error)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for split in self._splits:
+        for split in list(self._splits):
             split.close()
-        self._depart(Departure())
+        self._depart(self._parting())
         self._order.close()
 
     def _depart(self, departure: Departure) -> None:
@@ -207,7 +217,7 @@ class InProcessTransport(Transport):
             self._wait(missing, timeout, stuck=lambda peer: board.awaits[peer] == rank)
             calls = board.calls[parity]
             if any(each != call for each in calls):
-                raise mismatch(rank, self._operation, dict(enumerate(calls)))
+                raise self._reporter.mismatch(self._operation, dict(enumerate(calls)))
             return list(board.brought[parity])
 
     def _sync(self, timeout: float | None) -> None:
@@ -238,8 +248,8 @@ class InProcessTransport(Transport):
             waiting = [src for _, src in left]
             for message, dst in outbox:
                 if message.refusal:
-                    calls = {rank: f"send(dst={dst}) of {describe(message.tensor)}", dst: message.refusal}
-                    raise mismatch(rank, self._operation, calls)
+                    calls = {rank: self._told("send(dst={})", dst, message.tensor), dst: message.refusal}
+                    raise self._reporter.mismatch(self._operation, calls)
                 if not message.taken:
                     waiting.append(dst)
             board.awaits[rank] = waiting[0] if waiting else None
@@ -260,13 +270,16 @@ class InProcessTransport(Transport):
     def _take(self, message: _Message, out: Tensor, src: int) -> None:
         sent, wanted = describe(message.tensor), describe(out)
         if sent != wanted:
-            message.refusal = f"recv(src={src}) of {wanted}"
-            calls = {src: f"send(dst={self.rank}) of {sent}", self.rank: message.refusal}
-            raise mismatch(self.rank, self._operation, calls)
+            message.refusal = self._told("recv(src={})", src, out)
+            calls = {src: self._told("send(dst={})", self.rank, message.tensor), self.rank: message.refusal}
+            raise self._reporter.mismatch(self._operation, calls)
         out.copy_(message.tensor)
         message.taken = True
         self._board.answer(src, self.rank)
         self._board.changed.notify_all()
+
+    def _told(self, call: str, peer: int, tensor: Tensor) -> str:
+        return f"{call.format(self._reporter.world_rank(peer))} of {describe(tensor)}"
 
     # Waiting
 
@@ -278,22 +291,23 @@ class InProcessTransport(Transport):
     ) -> None:
         """Wait, holding the board, until nobody is `missing`; `stuck(peer)` says that both would wait for ever."""
         board = self._board
-        patience = Patience(self.rank, self._operation, self._seconds(timeout))
+        reporter, operation = self._reporter, self._operation
+        patience = Patience(reporter, operation, self._seconds(timeout))
         if self._waiting_probe is not None:
             missing = self._waiting_probe.waiting(missing)
         while awaited := missing():
+            if self._failure is not None:  # aborted by another thread
+                raise reporter.aborted(self._failure, operation, patience.waited)
             if self._closed:
-                raise TransportClosed(
-                    f"rank {self.rank} closed the transport during {self._operation}.", rank=self.rank
-                )
+                raise reporter.closed(operation)
             for peer in awaited:
                 departure = board.departure(peer)
                 if departure is not None:
-                    raise departure.as_error(self.rank, peer, self._operation)
+                    raise reporter.departed(departure, peer, operation, patience.waited)
                 if stuck(peer):
-                    calls = {self.rank: f"{self._operation}, waiting for rank {peer}"}
+                    calls = {self.rank: f"{operation}, waiting for rank {reporter.world_rank(peer)}"}
                     called = "an exchange" if board.awaits[peer] == self.rank else board.last_call(peer)
-                    calls[peer] = f"{called}, waiting for rank {self.rank}"
-                    raise mismatch(self.rank, self._operation, calls)
-            patience.check(awaited)
+                    calls[peer] = f"{called}, waiting for rank {reporter.own}"
+                    raise reporter.mismatch(operation, calls)
+            patience.check(board.idle_of(awaited) if patience.left <= 0 else awaited)
             board.changed.wait(max(0.001, min(patience.left, 1.0)))

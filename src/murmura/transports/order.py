@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from murmura.errors import PeerTimeout
+from murmura.transports.checks import check_timeout
 
 __all__ = ["Order", "Ticket"]
 
@@ -36,6 +37,8 @@ class Ticket:
         The operation has a deadline of its own. `timeout` bounds this call only: when it passes, `PeerTimeout` is
         raised, the operation goes on, and `wait` may be called again.
         """
+        if timeout != 0:  # which asks whether it has ended
+            check_timeout(timeout)
         if not self._finished.wait(timeout):
             raise PeerTimeout(
                 f"{self._operation} had not ended {timeout:g} s after wait() was called; it goes on. "

@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from enum import StrEnum
 from typing import Any, Self
 
 import torch
@@ -18,27 +17,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from murmura.collectives import ring
-from murmura.errors import PeerTimeout, TransportClosed, TransportError, UsageError
+from murmura.errors import ConfigError, PeerTimeout, TransportError, UsageError
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.challenge import prove_to_each_other
-from murmura.transports.checks import check_members, describe_exchange
+from murmura.transports.checks import Check, check_members, check_timeout, describe_exchange
 from murmura.transports.checks import store as bring_back
-from murmura.transports.failures import Departure, Patience, again, words_of
+from murmura.transports.diary import Diary
+from murmura.transports.failures import Departure, Patience, Reporter
 from murmura.transports.host import Liveness
 from murmura.transports.order import Ticket
-from murmura.transports.rendezvous import Diary, Roster, Store, build_group, sign_in, under
+from murmura.transports.rendezvous import Roster, Store, build_group, sign_in, under
 from murmura.transports.signed_store import SignedStore
+from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp, parse
 
-__all__ = ["ProcessGroupTransport"]
-
-
-class Check(StrEnum):
-    """When ranks compare what they call."""
-
-    BEST_EFFORT = "best_effort"  # after a time-out, as far as the store can tell
-    ALWAYS = "always"  # before every operation, for a round trip
+__all__ = ["Check", "ProcessGroupTransport"]
 
 
 _OPS: dict[ReduceOp, Any] = {
@@ -51,7 +45,6 @@ _OPS: dict[ReduceOp, Any] = {
 _NATIVE_DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64
 )  # fmt: skip
-
 _PART_BYTES = 2**20
 
 
@@ -73,7 +66,14 @@ class ProcessGroupTransport(Transport):
         name: str = "",
     ) -> None:
         rank, world_size = process_group.rank(), process_group.size()
-        super().__init__(rank, world_size, hosts=roster.hosts if roster else None, timeout=timeout, name=name)
+        super().__init__(
+            rank,
+            world_size,
+            hosts=roster.hosts if roster else None,
+            timeout=timeout,
+            name=name,
+            world_ranks=roster.world_ranks if roster else None,
+        )
         self.check = parse(Check, check, "check")
         self._group = process_group
         self._backend = str(process_group.name()).lower()
@@ -84,15 +84,20 @@ class ProcessGroupTransport(Transport):
         )
         if store is None and hasattr(process_group, "get_group_store"):
             store = under(process_group.get_group_store(), "murmura")
-        self._store = store
         if roster is None and store is not None:
             roster = sign_in(store, rank, world_size, timeout)
             self.hosts = roster.hosts
+        self._store = roster.store if roster else None
         self._liveness = Liveness(roster.pids if roster else {})
-        self._diary = Diary(store, rank, world_size, self._liveness) if store is not None else None
+        self._diary: Diary | None = None
+        if self._store is not None:
+            self._diary = Diary(self._store, rank, world_size, self._liveness, self._reporter)
+        self._group_store: Store | None = None  # torch does not keep alive what it was handed
         self._owns_group = False
         self._split_counts: dict[Any, int] = {}
-        self._call = ""  # in words, of the collective under way
+        self._call = ""  # in words, of the operation under way
+        self._peers = [peer for peer in range(world_size) if peer != rank]
+        self._awaited = self._peers  # whom it waits for
 
     @classmethod
     def join(
@@ -106,21 +111,27 @@ class ProcessGroupTransport(Transport):
         timeout: float = 600.0,
         hosts: Sequence[int] | None = None,
         name: str = "",
+        world_ranks: Sequence[int] | None = None,
+        watch: Watch = nobody,
     ) -> Self:
         """Build a process group of one's own on `store`; every rank calls it with the same store.
 
         With a `SignedStore` it returns when all ranks have proved to each other that they know its secret.
-        `hosts` pretends that ranks are on several hosts.
+        `hosts` pretends that ranks are on several hosts. `world_ranks` are the ranks in the world that this is a part
+        of, if it is one, and `watch` tells of those that cannot come any more.
         """
-        roster = sign_in(store, rank, world_size, timeout)
-        group = build_group(store, rank, world_size, backend, timeout, roster)
-        transport = cls(group, check=check, store=store, timeout=timeout, roster=roster, name=name)
+        check_timeout(timeout, ConfigError)
+        reporter = Reporter(rank, range(world_size) if world_ranks is None else world_ranks)
+        roster = sign_in(store, rank, world_size, timeout, reporter, watch)
+        group, group_store = build_group(roster, world_size, backend, timeout, reporter, watch)
+        transport = cls(group, check=check, timeout=timeout, roster=roster, name=name)
         transport._owns_group = True
+        transport._group_store = group_store
         if hosts is not None:
             transport.hosts = tuple(hosts)
         if isinstance(store, SignedStore):
             try:
-                prove_to_each_other(transport, store)
+                prove_to_each_other(transport, roster.store)
             except BaseException:
                 transport.close()
                 raise
@@ -131,13 +142,14 @@ class ProcessGroupTransport(Transport):
     def exchange(
         self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
     ) -> Ticket | None:
-        self._check_pairs(sends, recvs)
+        self._check_pairs(sends, recvs, timeout)
 
         def work() -> None:
             outgoing = [(self._flat(tensor, load=True), dst) for tensor, dst in sends]
             incoming = [(self._flat(out, load=False), src) for out, src in recvs]
-            if self._operation == "exchange":  # and not part of a collective
+            if self._operation == "exchange":  # and not part of a collective, which fails for want of any rank
                 self._call = describe_exchange(sends, recvs)
+                self._awaited = sorted({peer for _, peer in (*sends, *recvs)})
             if self._operation == "exchange" and self.check is Check.ALWAYS and not self._on_cuda:
                 self._exchange_checked(outgoing, incoming, sends, recvs, self._seconds(timeout))
             else:
@@ -161,16 +173,26 @@ class ProcessGroupTransport(Transport):
         # The k-th split of a name is one channel on every member, whatever else they split in between.
         ordinal = self._split_counts[name, members] = self._split_counts.get((name, members), 0) + 1
         label = f"split/{name}/{'-'.join(map(str, members))}/{ordinal}"
-        split = ProcessGroupTransport.join(
-            under(self._store, label),
-            members.index(self.rank),
-            len(members),
-            backend=self._backend,
-            check=self.check,
-            timeout=self.timeout,
-            hosts=[self.hosts[member] for member in members],
-            name=f"{self.name}/{name}",
-        )
+        diary = self._diary
+        assert diary is not None  # there is a store
+        try:
+            split = ProcessGroupTransport.join(
+                under(self._store, label),
+                members.index(self.rank),
+                len(members),
+                backend=self._backend,
+                check=self.check,
+                timeout=self.timeout,
+                hosts=[self.hosts[member] for member in members],
+                name=f"{self.name}/{name}",
+                world_ranks=[self.world_ranks[member] for member in members],
+                watch=lambda: diary.cause(f"split({name!r})", among=members),
+            )
+        except (UsageError, ConfigError):
+            raise
+        except BaseException as error:  # the members that wait for this rank there hear of it here
+            self.abort(error)
+            raise
         self._keep(split, members)
         return split
 
@@ -178,24 +200,24 @@ class ProcessGroupTransport(Transport):
         if self._failure is None:
             super().abort(error)
             if self._diary is not None and not self._closed:
-                self._diary.depart(Departure.of(error))
-            for split in self._splits:
-                split.abort(TransportError(words_of(error)))
+                self._diary.depart(Departure.of(error, self._reporter.own))
+            for split in list(self._splits):
+                split.abort(error)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for split in self._splits:
+        for split in list(self._splits):
             split.close()
         if self._diary is not None and self._failure is None:
-            self._diary.depart(Departure())
+            self._diary.depart(self._parting())
         if not self._order.idle:
             self._break_off()  # what still waits in the communication thread will wait no more
         self._order.close()
         if self._owns_group:
             self._group.shutdown()
-        self._group = None
+        self._group = self._group_store = self._store = self._store_served = self._diary = None
         self._liveness.close()
 
     # Collectives the group has itself
@@ -207,11 +229,15 @@ class ProcessGroupTransport(Transport):
         if flat_out.dtype not in _NATIVE_DTYPES:
             ring.all_reduce(self, flat_out, op, timeout=self._seconds(timeout))
             return
+        # A sum of numbers whose mean is a float16 may be none.
+        total = flat_out.float() if op is ReduceOp.MEAN and flat_out.dtype is torch.float16 else flat_out
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        self._await(lambda limit: self._group.allreduce([flat_out], _limited(options, limit)), timeout)
+        self._await(lambda limit: self._group.allreduce([total], _limited(options, limit)), timeout)
         if op is ReduceOp.MEAN:
-            flat_out.div_(self.world_size)
+            total.div_(self.world_size)
+        if total is not flat_out:
+            flat_out.copy_(total)
 
     def _broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
         self._agree("broadcast" + call, timeout)
@@ -227,11 +253,11 @@ class ProcessGroupTransport(Transport):
         self._await(lambda limit: self._group.allreduce([token], _limited(options, limit)), timeout)
 
     def _agree(self, call: str, timeout: float | None) -> None:
-        self._call = call
+        self._call, self._awaited = call, self._peers
         if self.check is Check.ALWAYS and self.world_size > 1:
             seconds = self._seconds(timeout)
             agreement.on_collective(
-                self._move, call, self.rank, self.world_size, self._operation, seconds, self._works_on
+                self._move, call, self.rank, self._reporter, self._operation, seconds, self._works_on
             )
 
     # Waiting and failing
@@ -242,10 +268,10 @@ class ProcessGroupTransport(Transport):
         if async_op or self._on_cuda or self._order.in_thread():
             return super()._run(name, work, async_op)
         ticket = self._submit(name, work)
-        patience = Patience(self.rank, name, float("inf"))
+        patience = Patience(self._reporter, name, float("inf"))
         try:
             while not ticket.await_end(1.0):
-                patience.check([peer for peer in range(self.world_size) if peer != self.rank])
+                patience.check(self._peers)
             return ticket.wait()
         except KeyboardInterrupt as interrupt:
             self.abort(interrupt)
@@ -260,11 +286,10 @@ class ProcessGroupTransport(Transport):
             self._group.abort()
             return
         # Gloo's abort does nothing, but a receive that times out closes all connections of the group.
-        for peer in range(self.world_size):
-            if peer != self.rank:
-                with contextlib.suppress(RuntimeError):
-                    nothing = torch.empty(1, dtype=torch.uint8)
-                    self._group.recv([nothing], peer, 1).wait(timedelta(milliseconds=1))
+        for peer in self._peers:
+            with contextlib.suppress(RuntimeError):
+                nothing = torch.empty(1, dtype=torch.uint8)
+                self._group.recv([nothing], peer, 1).wait(timedelta(milliseconds=1))
 
     def _move(self, sends: Pairs, recvs: Pairs, timeout: float) -> None:
         """Exchange flat tensors as bytes; receives are posted first (on Gloo that is twice as fast)."""
@@ -287,7 +312,7 @@ class ProcessGroupTransport(Transport):
             work.wait(timedelta(seconds=max(0.001, began + timeout - time.monotonic())))
 
         with self._translated(began):
-            agreement.exchange(self._group, wait, outgoing, incoming, sends, recvs)
+            agreement.exchange(self._group, wait, outgoing, incoming, sends, recvs, self._reporter)
 
     def stream(
         self, outgoing: Tensor, dst: int, incoming: Tensor, src: int, *, timeout: float | None = None
@@ -337,12 +362,12 @@ class ProcessGroupTransport(Transport):
         try:
             yield
         except (RuntimeError, ValueError) as error:
+            waited = time.monotonic() - began
             if self._failure is not None:  # aborted meanwhile, or closed, which is the cause
-                raise again(self._failure) from error
+                raise self._reporter.aborted(self._failure, self._operation, waited) from error
             if self._closed:
-                words = f"rank {self.rank} closed the transport during {self._operation}."
-                raise TransportClosed(words, rank=self.rank) from error
-            raise self._explain(error, time.monotonic() - began) from error
+                raise self._reporter.closed(self._operation) from error
+            raise self._explain(error, waited) from error
 
     def _explain(self, error: Exception, waited: float) -> Exception:
         """The error of ours that a failure of the group amounts to."""
@@ -351,13 +376,13 @@ class ProcessGroupTransport(Transport):
         if self._diary is None:
             kind = PeerTimeout if timed_out else TransportError
             return kind(
-                f"rank {self.rank}: {operation} failed after {waited:.1f} s: {error} "
+                f"rank {self._reporter.own}: {operation} failed after {waited:.1f} s: {error} "
                 "Which rank is at fault cannot be told, for this process group does not give its store.",
-                rank=self.rank,
+                rank=self._reporter.own,
                 operation=operation,
             )
-        peers = [peer for peer in range(self.world_size) if peer != self.rank]
-        return self._diary.explain(self._call, operation, waited, awaited=peers, timed_out=timed_out, told=error)
+        awaited = self._awaited
+        return self._diary.explain(self._call, operation, waited, awaited=awaited, timed_out=timed_out, told=error)
 
 
 def is_timeout(error: Exception) -> bool:

@@ -1,60 +1,107 @@
 """Where ranks on several hosts meet: a torch.distributed store, in which each says who and where it is.
 
-The store also keeps what a rank has to say at its end, so that a broken connection gets a name and a reason.
+Any number of worlds may meet in one store, one after the other: each gets a part of it that nobody has used before.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
+import secrets
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from murmura.errors import CollectiveMismatch, RendezvousError, TransportError, UsageError
-from murmura.transports.failures import Departure, mismatch, peer_lost, peer_timeout
-from murmura.transports.host import Liveness, host_identity, number_hosts
+from murmura.errors import MurmuraError, RendezvousError, UsageError
+from murmura.transports.failures import Departure, Reporter
+from murmura.transports.host import Liveness, host_identity, number_hosts, pid_namespace
 from murmura.transports.signed_store import ADVICE, SignedStore
+from murmura.transports.watched_store import Watch, WatchedStore, nobody, poll, run_watched
 
 Store: TypeAlias = Any  # torch.distributed.Store, whose type torch does not export
 
-POLL_SECONDS = 0.01
-PROBE_SECONDS = 1.0
-ROLL_CALL_SECONDS = 2.0  # how long a rank that met a failure waits for the others to say what they know
+LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
+PAUSE_SECONDS = 0.05  # between two tries to reach a store that is not there yet
+GREET_SECONDS = 5.0  # for a store to answer, once its port does
+GRACE_SECONDS = 2.0  # for a rank to write again what a stranger has overwritten
+LOOK_SECONDS = 0.25  # between two looks whether one has
+DEATH_SECONDS = 1.0  # for the death of a peer to show, after a connection to it broke
+
+
+# The store
 
 
 def open_store(host: str, port: int, rank: int, world_size: int, timeout: float) -> Store:
     """The TCP store at host:port; rank 0 serves it, unless a launcher on its host already does."""
+    served = serve_store(host, port, world_size, timeout) if rank == 0 else None
+    return reach_store(host, port, rank, timeout) if served is None else served
+
+
+def serve_store(host: str, port: int, world_size: int, timeout: float) -> Store | None:
+    """A TCP store of this process at host:port, for this host alone if it is a loopback; None if the port is taken."""
     limit = timedelta(seconds=timeout)
+    make: Any = dist.TCPStore  # type: ignore[attr-defined]
+    if host not in LOOPBACK:
+        if answers(host, port):  # torch complains loudly if one tries to serve it, too
+            return None
+        try:
+            return make(host, port, world_size, True, limit, wait_for_workers=False)
+        except dist.DistNetworkError:  # the port was taken meanwhile, or is on another host
+            return None
+    # Torch itself would listen on every interface.
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as door:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            door.bind((host or "127.0.0.1", port))
+            door.listen(1024)
+        except OSError:
+            return None
+        fd = door.detach()  # it belongs to the store from here on
+    return make(host or "127.0.0.1", port, world_size, True, limit, wait_for_workers=False, master_listen_fd=fd)
 
-    def tcp_store(is_master: bool) -> Store:
-        make: Any = dist.TCPStore  # type: ignore[attr-defined]
-        return make(host, port, world_size, is_master, limit, wait_for_workers=False)
 
-    try:
-        if rank == 0 and not _is_served(host, port):
-            try:
-                return tcp_store(True)
-            except dist.DistNetworkError:  # the port was taken meanwhile, or is on another host
-                pass
-        return tcp_store(False)
-    except dist.DistError as error:
+def reach_store(host: str, port: int, rank: int, timeout: float) -> Store:
+    """The TCP store that another process serves at host:port."""
+    deadline = time.monotonic() + timeout
+    while not answers(host, port, max(0.01, deadline - time.monotonic())):
+        if time.monotonic() + PAUSE_SECONDS > deadline:
+            raise RendezvousError(
+                f"rank {rank} did not reach the store of rank 0 at {host}:{port} within {timeout:.1f} s. Is it "
+                "running, and is the port open between the hosts?",
+                (0,),
+            )
+        time.sleep(PAUSE_SECONDS)  # nothing to wait on: nobody listens yet
+    make: Any = dist.TCPStore  # type: ignore[attr-defined]
+    patience = min(GREET_SECONDS, max(0.5, deadline - time.monotonic()))
+    greet = functools.partial(make, host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
+    try:  # in a thread, because torch waits for the greeting of whoever listens there without end
+        store = run_watched(greet, patience, nobody)
+    except TimeoutError:
+        store = None
+    except (dist.DistError, RuntimeError) as error:
         raise RendezvousError(
-            f"rank {rank} did not reach the store of rank 0 at {host}:{port} within {timeout:.1f} s. Is it running, "
-            f"and is the port open between the hosts? (torch says: {error})",
+            f"rank {rank} lost the store of rank 0 at {host}:{port} just when it had reached it. (torch says: {error})",
             (0,),
         ) from error
+    if store is None:
+        raise RendezvousError(
+            f"rank {rank} found at {host}:{port} a program that is no store of torch's: it did not answer for "
+            f"{patience:.1f} s. Choose another port for coordinator_addr, on all ranks.",
+            (0,),
+        )
+    return store
 
 
-def _is_served(host: str, port: int) -> bool:
-    """Whether somebody listens there: a launcher with its own store. (Torch complains loudly if one tries to, too.)"""
+def answers(host: str, port: int, seconds: float = 1.0) -> bool:
+    """Whether somebody listens there."""
     try:
-        socket.create_connection((host, port), PROBE_SECONDS).close()
+        socket.create_connection((host or "127.0.0.1", port), seconds).close()
     except OSError:
         return False
     return True
@@ -74,144 +121,263 @@ def under(store: Store, prefix: str) -> Store:
     return make(prefix, store)
 
 
+# Signing in
+
+
+class StoreLost(RendezvousError):
+    """Whoever serves the store closed it while the ranks were signing in."""
+
+
 @dataclass(frozen=True)
 class Roster:
-    """Who and where the ranks of a world are."""
+    """Who and where the ranks of a world are, and the part of the store that is this world's alone."""
 
     rank: int
     hosts: tuple[int, ...]
-    pids: dict[int, int]  # of the peers on this host
+    pids: dict[int, int]  # of the peers that this process can watch
+    store: Store
+    world_ranks: tuple[int, ...]  # what the ranks are called in the world that this is a part of
 
 
-def sign_in(store: Store, rank: int, world_size: int, timeout: float) -> Roster:
-    """Say that this rank is here and wait for all others; `RendezvousError` names those that do not come."""
+@dataclass(frozen=True)
+class _Entry:
+    """What a rank says of itself: `answers` is the token of the meeting it has come to."""
+
+    answers: str
+    nonce: str
+    host: str
+    pid_namespace: str
+    pid: int
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(astuple(self)).encode()
+
+    @classmethod
+    def read(cls, told: Any) -> _Entry:
+        """Raises ValueError for anything else."""
+        if not isinstance(told, list) or [type(each) for each in told] != [str, str, str, str, int]:
+            raise ValueError("not an entry")
+        return cls(*told)
+
+
+def sign_in(
+    store: Store, rank: int, world_size: int, timeout: float, reporter: Reporter | None = None, watch: Watch = nobody
+) -> Roster:
+    """Say that this rank is here and wait for all others; `RendezvousError` names those that do not come.
+
+    Rank 0 opens a meeting under a token that nobody has used, the others answer it, and rank 0 publishes who has come.
+    An answer holds a number that only its rank knows, so nothing that an earlier meeting left in the store is taken
+    for this one. `watch` tells of ranks that cannot come any more.
+    """
+    reporter = reporter or Reporter(rank, range(world_size))
+    meeting = _Meeting(store, rank, world_size, timeout, reporter, watch)
     try:
-        store.set(f"here/{rank}", json.dumps([host_identity(), os.getpid()]))
-        _await_all(store, "here", rank, world_size, timeout)
-        entries = [_read_entry(store, rank, each) for each in range(world_size)]
+        with contextlib.closing(meeting.liveness):
+            token, entries = meeting.hold() if rank == 0 else meeting.attend()
     except dist.DistError as error:
-        raise RendezvousError(
+        raise StoreLost(
             f"rank {rank} lost the store while the ranks were signing in. Whoever serves it, rank 0 or a launcher, has "
             f"ended: its own output says why. (torch says: {error})",
             (0,),
         ) from error
-    own_host = entries[rank][0]
-    pids = {each: pid for each, (host, pid) in enumerate(entries) if host == own_host and each != rank}
-    return Roster(rank, tuple(number_hosts([host for host, _ in entries])), pids)
+    own = entries[rank].pid_namespace
+    pids = {each: entry.pid for each, entry in enumerate(entries) if entry.pid_namespace == own and each != rank}
+    hosts = tuple(number_hosts([entry.host for entry in entries]))
+    return Roster(rank, hosts, pids, under(store, token), reporter.world_ranks)
 
 
-def _read_entry(store: Store, rank: int, peer: int) -> tuple[str, int]:
-    try:
-        host, pid = json.loads(store.get(f"here/{peer}"))
-        return str(host), int(pid)
-    except (ValueError, TypeError) as error:
-        raise RendezvousError(
-            f"rank {rank} cannot read what stands for rank {peer} in the store. Was rank {peer} started with a secret, "
-            f"and rank {rank} without? {ADVICE}",
-            (peer,),
-        ) from error
+class _Meeting:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, timeout: float, reporter: Reporter, watch: Watch
+    ) -> None:
+        self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
+        self._reporter = reporter
+        self._watch = watch
+        self._own = _Entry("", secrets.token_hex(8), host_identity(), pid_namespace(), os.getpid())
+        self._unreadable: dict[str, float] = {}  # since when, by key
+        self._looked = 0.0
+        self.liveness = Liveness({})
 
+    def hold(self) -> tuple[str, list[_Entry]]:
+        """As rank 0."""
+        own = replace(self._own, answers=secrets.token_hex(8))
+        came = {0: own}
+        self._store.set("meeting", own.to_bytes())
 
-def _await_all(store: Store, what: str, rank: int, world_size: int, timeout: float) -> None:
-    """Wait until every rank has said `what`."""
-    deadline = time.monotonic() + timeout
-    missing = list(range(world_size))
-    while missing := [each for each in missing if not store.check([f"{what}/{each}"])]:
-        if time.monotonic() > deadline:
+        def all_came() -> bool:
+            self._keep("meeting", own)
+            for peer in range(self._world_size):
+                if peer not in came:
+                    entry = self._entry(f"here/{peer}", peer)
+                    if entry is not None and entry.answers == own.answers:
+                        came[peer] = entry
+                        self._attend_to(peer, entry)
+            return len(came) == self._world_size
+
+        published = f"roster/{own.answers}"
+        try:
+            if not poll(all_came, self._timeout, self._look_for_deaths):
+                raise self._missing([peer for peer in range(self._world_size) if peer not in came])
+        except RendezvousError as error:  # the others learn it now, not at their deadline
+            self._store.set(published, json.dumps({"refused": str(error), "missing": error.missing}))
+            raise
+        except MurmuraError as error:
+            self._store.set(published, Departure.of(error, self._reporter.own).to_bytes(4096))
+            raise
+        entries = [came[peer] for peer in range(self._world_size)]
+        self._store.set(published, json.dumps([json.loads(entry.to_bytes()) for entry in entries]))
+        return own.answers, entries
+
+    def attend(self) -> tuple[str, list[_Entry]]:
+        """As any other rank."""
+        own, key = self._own, f"here/{self._rank}"
+        self._store.set(key, own.to_bytes())
+        tokens: list[str] = []  # of the meetings answered: earlier ones, then the one that is held now
+        found: list[tuple[str, list[_Entry]]] = []
+
+        def is_over() -> bool:
+            nonlocal own
+            meeting = self._entry("meeting", 0)
+            # Before a newer meeting is answered: the one we came to may have ended, and that is the next.
+            for token in tokens:
+                entries = self._roster(token)
+                if entries is not None and entries[self._rank].nonce == own.nonce:
+                    found.append((token, entries))
+                    return True
+            if meeting is not None and meeting.answers not in tokens:
+                tokens.append(meeting.answers)
+                own = replace(own, answers=meeting.answers)
+                self._store.set(key, own.to_bytes())
+                self._attend_to(0, meeting)
+            self._keep(key, own)
+            return False
+
+        if not poll(is_over, self._timeout, self._look_for_deaths):
+            entries = {peer: self._entry(f"here/{peer}", peer) for peer in range(1, self._world_size)}
+            absent = [peer for peer, each in entries.items() if each is None or each.answers != own.answers]
+            raise self._missing(absent if tokens and absent else [0, *(peer for peer in absent if not tokens)])
+        return found[0]
+
+    def _roster(self, token: str) -> list[_Entry] | None:
+        told = self._get(f"roster/{token}")
+        if told is None:
+            return None
+        if (departure := Departure.from_bytes(told)) is not None:
+            raise departure.as_error(self._reporter.own, self._reporter.world_rank(0), "the rendezvous")
+        try:
+            said = json.loads(told)
+            if isinstance(said, dict) and "refused" in said:
+                missing = tuple(int(rank) for rank in said["missing"])
+                raise RendezvousError(f"rank {self._reporter.own} was refused: {said['refused']}", missing)
+            entries = [_Entry.read(each) for each in said]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        return entries if len(entries) == self._world_size else None
+
+    def _get(self, key: str) -> bytes | None:
+        """None if there is nothing, or nothing that a rank of this job has written."""
+        try:
+            return bytes(self._store.get(key)) if self._store.check([key]) else None
+        except RendezvousError:
+            self._unreadable.setdefault(key, time.monotonic())
+            return None
+
+    def _entry(self, key: str, peer: int) -> _Entry | None:
+        told = self._get(key)
+        if told is not None:
+            try:
+                entry = _Entry.read(json.loads(told))
+            except (ValueError, RecursionError):
+                self._unreadable.setdefault(key, time.monotonic())
+            else:
+                self._unreadable.pop(key, None)
+                return entry
+        since = self._unreadable.get(key)
+        if since is not None and time.monotonic() - since > min(GRACE_SECONDS, self._timeout / 2):
+            own, other = self._reporter.own, self._reporter.world_rank(peer)
             raise RendezvousError(
-                f"rank {rank} waited {timeout:.1f} s, but of {world_size} ranks {missing} did not come. "
-                "Were they started, with the same coordinator address and world size?",
-                tuple(missing),
+                f"rank {own} cannot read what stands for rank {other} in the store. Was one of them started with a "
+                f"secret, and the other with none or another? {ADVICE}",
+                (other,),
             )
-        time.sleep(POLL_SECONDS)  # a store has no wait that names who is missing
-
-
-class Diary:
-    """What the ranks of one channel leave word of in the store."""
-
-    def __init__(self, store: Store, rank: int, world_size: int, liveness: Liveness) -> None:
-        self._store = store
-        self._rank = rank
-        self._peers = [peer for peer in range(world_size) if peer != rank]
-        self._liveness = liveness
-
-    def depart(self, departure: Departure) -> None:
-        """Say why this rank can no longer be waited for; must be said before its connections close."""
-        self._set(f"departed/{self._rank}", departure.to_bytes(4096))
-
-    def cause(self, operation: str) -> TransportError | CollectiveMismatch | None:
-        """The error that a departure or a death means to this rank in `operation`, if one is known by now."""
-        dead = self._liveness.dead()  # first, so that the word of whoever left one is found below
-        departed = {peer: Departure.from_bytes(text) for peer, text in self._read("departed").items()}
-        for peer in dead:
-            if peer not in departed:
-                return peer_lost(self._rank, peer, operation, "died: it was killed, or exited without closing")
-        first_hand = {peer: each for peer, each in departed.items() if each.culprit is None} or departed
-        for peer, departure in first_hand.items():
-            return departure.as_error(self._rank, peer, operation)
         return None
 
-    def explain(
-        self, call: str, operation: str, waited: float, *, awaited: Sequence[int], timed_out: bool, told: object
-    ) -> TransportError | CollectiveMismatch:
-        """Ask around after a failure in `call`, when this rank had waited for `awaited`; `told` is what torch said.
-
-        Returns at once when a departure or a death explains it; else when all have said what they were calling, or
-        after `ROLL_CALL_SECONDS`.
-        """
-        self._set(f"stalled/{self._rank}", call.encode())
-        deadline = time.monotonic() + ROLL_CALL_SECONDS
-        while True:
-            if (cause := self.cause(operation)) is not None:
-                return cause
-            calls = {peer: text.decode() for peer, text in self._read("stalled").items()}
-            if time.monotonic() > deadline or len(calls) == len(self._peers):
-                break
-            time.sleep(POLL_SECONDS)
-        silent = [peer for peer in awaited if peer not in calls]
-        if silent and timed_out:
-            return peer_timeout(self._rank, silent, operation, waited)
-        if silent:
-            return peer_lost(self._rank, silent[0], operation, f"does not answer (torch says: {told})")
-        if any(each != call for each in calls.values()):
-            return mismatch(self._rank, operation, {**calls, self._rank: call})
-        state = "They wait too: is the network between the ranks up?"
-        return peer_timeout(self._rank, sorted(calls), operation, waited, state)
-
-    def _set(self, key: str, value: bytes) -> None:
+    def _keep(self, key: str, own: _Entry) -> None:
+        """Look from time to time whether what this rank said still stands; say it again if a stranger wrote there."""
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        told = self._get(key)
+        self._unreadable.pop(key, None)
+        if told == own.to_bytes():
+            return
         try:
-            self._store.set(key, value)
-        except (dist.DistError, RuntimeError):
-            return  # the store went with the rank that served it; nobody can be told
+            other = None if told is None else _Entry.read(json.loads(told))
+        except (ValueError, RecursionError):
+            other = None
+        if other is not None:
+            raise RendezvousError(
+                f"rank {self._reporter.own} found that another process (pid {other.pid}) signs in as the same rank. Do "
+                "two jobs meet at this address? Give each its own coordinator_addr, or its own job_id."
+            )
+        self._store.set(key, own.to_bytes())
 
-    def _read(self, what: str) -> dict[int, bytes]:
-        found: dict[int, bytes] = {}
-        try:
-            for peer in self._peers:
-                if self._store.check([f"{what}/{peer}"]):
-                    found[peer] = self._store.get(f"{what}/{peer}")
-        except (dist.DistError, RuntimeError):
-            return found
-        return found
+    def _attend_to(self, peer: int, entry: _Entry) -> None:
+        if entry.pid_namespace == self._own.pid_namespace:
+            self.liveness.add(peer, entry.pid)
+
+    def _look_for_deaths(self) -> Exception | None:
+        dead = self.liveness.dead()
+        return self._reporter.lost(dead[0], "the rendezvous") if dead else self._watch()
+
+    def _missing(self, peers: list[int]) -> RendezvousError:
+        missing = self._reporter.names(peers)
+        return RendezvousError(
+            f"rank {self._reporter.own} waited {self._timeout:.1f} s, but of {self._world_size} ranks {missing} did "
+            "not come. Were they started, with the same coordinator address and world size?",
+            tuple(missing),
+        )
 
 
-def build_group(store: Store, rank: int, world_size: int, backend: str, timeout: float, roster: Roster) -> Any:
-    """A process group of one's own on `store`; returns when all ranks have connected.
+# Connecting
+
+
+def build_group(
+    roster: Roster, world_size: int, backend: str, timeout: float, reporter: Reporter, watch: Watch = nobody
+) -> tuple[Any, Store]:
+    """A process group of one's own, and the store it needs as long; returns when all ranks have connected.
 
     A rank that went ahead, did its part and closed would otherwise break the connections that others still make.
     """
-    try:
-        group = _make_group(under(store, "group"), rank, world_size, backend, timeout, roster)
-    except RuntimeError as error:
-        if isinstance(error, UsageError):
+    rank, store = roster.rank, roster.store
+    liveness = Liveness(roster.pids)
+
+    def look() -> Exception | None:
+        dead = liveness.dead()
+        return reporter.lost(dead[0], "the rendezvous") if dead else watch()
+
+    watched = WatchedStore(under(store, "group"), timeout, look)
+    with contextlib.closing(liveness):
+        try:
+            group = run_watched(
+                lambda: _make_group(watched, rank, world_size, backend, timeout, roster), timeout + 1.0, look
+            )
+            watched.set(f"connected/{rank}", b"")
+            if rank == 0:  # one asks for all, the others ask for one
+                watched.wait([f"connected/{peer}" for peer in range(world_size)])
+                watched.set("connected", b"")
+            watched.wait(["connected"])
+        except MurmuraError:
             raise
-        raise RendezvousError(
-            f"rank {rank} could not connect to all others over {backend}: {error} Did one of them fail meanwhile? "
-            "`murmura doctor` looks at the network."
-        ) from error
-    store.set(f"connected/{rank}", b"")
-    _await_all(store, "connected", rank, world_size, timeout)
-    return group
+        except (RuntimeError, TimeoutError) as error:
+            poll(lambda: False, DEATH_SECONDS, look)  # raises what explains it, if that shows by then
+            raise RendezvousError(
+                f"rank {reporter.own} could not connect to all others over {backend}: {error} Did one of them fail "
+                "meanwhile? `murmura doctor` looks at the network."
+            ) from error
+        finally:
+            watched.watch = watch  # what is waited for later is the transport's business
+    return group, watched
 
 
 def _make_group(store: Store, rank: int, world_size: int, backend: str, timeout: float, roster: Roster) -> Any:

@@ -20,6 +20,7 @@ from murmura.transports.checks import (
     check_reduce,
     check_reduce_scatter,
     check_scatter,
+    check_timeout,
 )
 from murmura.transports.order import Ticket
 from murmura.types import ReduceOp
@@ -40,6 +41,7 @@ class TransportDecorator(Transport):
             hosts=transport.hosts,
             timeout=transport.timeout,
             name=f"{type(self).__name__}({transport.name})",
+            world_ranks=transport.world_ranks,
         )
         self.inner = transport
         self._listeners = transport._listeners
@@ -78,7 +80,7 @@ class TransportDecorator(Transport):
         if self._closed:
             return
         self._closed = True
-        for split in self._splits:
+        for split in list(self._splits):
             split.close()
         self.inner.close()
         self._order.close()
@@ -91,7 +93,7 @@ class TransportDecorator(Transport):
     def exchange(
         self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
     ) -> Ticket | None:
-        self._check_pairs(sends, recvs)
+        self._check_pairs(sends, recvs, timeout)
         sent, received = [tensor for tensor, _ in sends], [out for out, _ in recvs]
         return self._do(  # type: ignore[no-any-return]
             "exchange", sent, received, lambda: self.inner.exchange(sends, recvs, timeout=timeout), async_op
@@ -106,6 +108,7 @@ class TransportDecorator(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
+        check_timeout(timeout)
         check_all_reduce(tensor, op, out)
         target = tensor if out is None else out
         return self._do(  # type: ignore[no-any-return]
@@ -119,6 +122,7 @@ class TransportDecorator(Transport):
     def broadcast(
         self, tensor: Tensor, src: int = 0, *, async_op: bool = False, timeout: float | None = None
     ) -> Tensor | Ticket:
+        check_timeout(timeout)
         check_broadcast(tensor, src, self.world_size)
         sent, received = ([tensor], []) if self.rank == src else ([], [tensor])
         return self._do(  # type: ignore[no-any-return]
@@ -126,6 +130,7 @@ class TransportDecorator(Transport):
         )
 
     def barrier(self, timeout: float | None = None) -> None:
+        check_timeout(timeout)
         self._do("barrier", [], [], lambda: self.inner.barrier(timeout), False)
 
     def reduce(
@@ -137,6 +142,7 @@ class TransportDecorator(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
+        check_timeout(timeout)
         check_reduce(tensor, dst, op, self.world_size)
         sent, received = ([], [tensor]) if self.rank == dst else ([tensor], [])
         return self._do(  # type: ignore[no-any-return]
@@ -151,6 +157,7 @@ class TransportDecorator(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
+        check_timeout(timeout)
         check_reduce_scatter(tensor, op)
         return self._do(  # type: ignore[no-any-return]
             "reduce_scatter", [tensor], [], lambda: self.inner.reduce_scatter(tensor, op, timeout=timeout), async_op
@@ -159,6 +166,7 @@ class TransportDecorator(Transport):
     def all_gather(
         self, tensor: Tensor, *, async_op: bool = False, timeout: float | None = None
     ) -> list[Tensor] | Ticket:
+        check_timeout(timeout)
         check_dense(tensor)
         return self._do(  # type: ignore[no-any-return]
             "all_gather", [tensor], [], lambda: self.inner.all_gather(tensor, timeout=timeout), async_op
@@ -167,6 +175,7 @@ class TransportDecorator(Transport):
     def gather(
         self, tensor: Tensor, dst: int = 0, *, async_op: bool = False, timeout: float | None = None
     ) -> list[Tensor] | Ticket | None:
+        check_timeout(timeout)
         check_gather(tensor, dst, self.world_size)
         return self._do(  # type: ignore[no-any-return]
             "gather", [tensor], [], lambda: self.inner.gather(tensor, dst, timeout=timeout), async_op
@@ -181,6 +190,7 @@ class TransportDecorator(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
+        check_timeout(timeout)
         check_scatter(tensors, src, out, self.rank, self.world_size)
         return self._do(  # type: ignore[no-any-return]
             "scatter",
@@ -193,6 +203,7 @@ class TransportDecorator(Transport):
     def all_to_all(
         self, sends: Tensors, recvs: Tensors, *, async_op: bool = False, timeout: float | None = None
     ) -> Ticket | None:
+        check_timeout(timeout)
         check_all_to_all(sends, recvs, self.rank, self.world_size)
         return self._do(  # type: ignore[no-any-return]
             "all_to_all", sends, recvs, lambda: self.inner.all_to_all(sends, recvs, timeout=timeout), async_op

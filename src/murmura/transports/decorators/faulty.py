@@ -70,7 +70,7 @@ class FaultyTransport(TransportDecorator):
 
     def _release(self) -> None:
         self._released.set()
-        for split in self._splits:
+        for split in list(self._splits):
             split._release()
 
     def _around(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any]) -> Any:
@@ -86,9 +86,13 @@ class FaultyTransport(TransportDecorator):
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.fault is Fault.HANG:
             self._released.wait()
-            raise TransportClosed(f"rank {self.rank} hung in {self._operation}, as asked, until it was closed.")
+            raise TransportClosed(
+                f"rank {self._reporter.own} hung in {self._operation}, as asked, until it was closed.",
+                rank=self._reporter.own,
+                operation=self._operation,
+            )
         elif self.fault is Fault.RAISE:
-            raise RuntimeError(f"rank {self.rank} raised in {self._operation}, as asked.")
+            raise RuntimeError(f"rank {self._reporter.own} raised in {self._operation}, as asked.")
         elif self.fault is Fault.SLOW:
             time.sleep(SLOW_SECONDS)
         result = work()

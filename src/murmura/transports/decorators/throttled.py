@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from murmura.errors import ConfigError, TransportClosed
+from murmura.errors import ConfigError
 from murmura.observe.recorder import Probe
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.order import Ticket
@@ -35,6 +35,24 @@ def parse_rate(rate: str) -> float:
     return float(parts[1]) * _UNITS[f"{parts[2] or ''}bit"] / 8
 
 
+class _Link:
+    """The link of one rank: it carries what all channels send one after the other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free_at = 0.0  # when it has carried what came before
+
+    def carry(self, began: float, seconds: float) -> float:
+        """When an exchange that began so and has just been met will have been carried, if it takes `seconds`."""
+        with self._lock:
+            met = time.monotonic()
+            # Ranks that went straight on from their last exchange, and met at once, lose no time on the link to the
+            # clumsiness of thread switches and of the copy itself.
+            went_on = began - self._free_at < SLACK_SECONDS and met - began < SLACK_SECONDS
+            self._free_at = (self._free_at if went_on else max(met, self._free_at)) + seconds
+            return self._free_at
+
+
 class ThrottledTransport(Transport):
     """`transport` behind a link of `bandwidth` and `latency` seconds. Closing it closes the transport inside."""
 
@@ -47,32 +65,29 @@ class ThrottledTransport(Transport):
             hosts=transport.hosts,
             timeout=transport.timeout,
             name=f"ThrottledTransport({transport.name})",
+            world_ranks=transport.world_ranks,
         )
         self.inner = transport
         self.bytes_per_second = parse_rate(bandwidth)
         self.sent_bytes = 0
         self._bandwidth, self._latency = bandwidth, latency
-        self._free_at = 0.0  # when the link has carried the exchange before
+        self._link = _Link()
         self._ended = threading.Event()
 
     def exchange(
         self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
     ) -> Ticket | None:
-        self._check_pairs(sends, recvs)
+        self._check_pairs(sends, recvs, timeout)
         sent = sum(tensor.nbytes for tensor, _ in sends)
         received = sum(out.nbytes for out, _ in recvs)
 
         def work() -> None:
             began = time.monotonic()
             self.inner.exchange(sends, recvs, timeout=timeout)
-            met = time.monotonic()
-            # Ranks that went straight on from their last exchange, and met at once, lose no time on the link to the
-            # clumsiness of thread switches and of the copy itself.
-            if began - self._free_at < SLACK_SECONDS and met - began < SLACK_SECONDS:
-                met = self._free_at
             self.sent_bytes += sent
-            self._free_at = met + self._latency + max(sent, received) / self.bytes_per_second
-            self._pass_time(self._free_at)
+            seconds = self._latency + max(sent, received) / self.bytes_per_second
+            peers = sorted({peer for _, peer in (*sends, *recvs)})
+            self._pass_time(self._link.carry(began, seconds), began, began + self._seconds(timeout), peers)
 
         return self._operate("exchange", work, async_op, self._sent(sends))  # type: ignore[no-any-return]
 
@@ -81,6 +96,7 @@ class ThrottledTransport(Transport):
         if split is None:
             return None
         throttled = ThrottledTransport(split, self._bandwidth, self._latency)
+        throttled._link = self._link  # a rank has one link, however many channels use it
         self._keep(throttled, ranks)
         return throttled
 
@@ -89,14 +105,17 @@ class ThrottledTransport(Transport):
 
     def abort(self, error: BaseException) -> None:
         super().abort(error)
+        self._ended.set()
         self.inner.abort(error)
+        for split in list(self._splits):
+            split.abort(error)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         self._ended.set()
-        for split in self._splits:
+        for split in list(self._splits):
             split.close()
         self.inner.close()
         self._order.close()
@@ -109,9 +128,12 @@ class ThrottledTransport(Transport):
         name = self._operation.partition(" ")[0]
         self.inner._run(name, lambda: self.inner._agree(call, timeout), False)
 
-    def _pass_time(self, until: float) -> None:
+    def _pass_time(self, until: float, began: float, deadline: float, peers: Sequence[int]) -> None:
         while (left := until - time.monotonic()) > 0:
-            if self._ended.wait(left):
-                raise TransportClosed(
-                    f"rank {self.rank} closed the transport during {self._operation}.", rank=self.rank
-                )
+            if time.monotonic() >= deadline:
+                state = f"The link of {self._bandwidth} needs longer."
+                raise self._reporter.timed_out(peers, self._operation, time.monotonic() - began, state)
+            if self._ended.wait(min(left, max(0.0, deadline - time.monotonic()))):
+                if self._failure is not None:  # aborted by another thread
+                    raise self._reporter.aborted(self._failure, self._operation, time.monotonic() - began)
+                raise self._reporter.closed(self._operation)

@@ -6,11 +6,19 @@ import secrets
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from murmura.errors import PeerTimeout, RendezvousError, TransportError
+from murmura.transports.diary import Diary
 from murmura.transports.process_group import ProcessGroupTransport, is_timeout
-from murmura.transports.rendezvous import Diary, Store, under
+from murmura.transports.rendezvous import Store, under
 from murmura.transports.shared_memory import SharedMemoryTransport
+
+SEGMENT_BYTES = 4 * 2**20
+"""What goes over the network at a time: long enough for its full rate, short enough that memory is soon at work."""
+
+SEGMENTS_AHEAD = 2
+"""Segments given to the network before the first of them is waited for: one on its way, one ready to follow."""
 
 
 class Part(ProcessGroupTransport):
@@ -32,7 +40,7 @@ class Part(ProcessGroupTransport):
             self._break_off()
 
     def _explain(self, error: Exception, waited: float) -> Exception:
-        return (PeerTimeout if is_timeout(error) else TransportError)(str(error), rank=self.rank)
+        return (PeerTimeout if is_timeout(error) else TransportError)(str(error), rank=self._reporter.own)
 
 
 def members_of(hosts: Sequence[int], rank: int) -> list[int]:
@@ -43,6 +51,14 @@ def members_of(hosts: Sequence[int], rank: int) -> list[int]:
 def leaders_of(hosts: Sequence[int]) -> list[int]:
     """The first rank of each host."""
     return [hosts.index(host) for host in dict.fromkeys(hosts)]
+
+
+def cut(flat: Tensor) -> Sequence[Tensor]:
+    """Segments of a flat buffer; one, if it is short or empty."""
+    if flat.nbytes <= SEGMENT_BYTES:
+        return (flat,)
+    step = SEGMENT_BYTES // flat.element_size()
+    return [flat[start : start + step] for start in range(0, flat.numel(), step)]
 
 
 def share_memory(across: Part) -> SharedMemoryTransport:
@@ -57,11 +73,15 @@ def share_memory(across: Part) -> SharedMemoryTransport:
             len(members),
             hosts=[host] * len(members),
             timeout=across.timeout,
+            world_ranks=[across.world_ranks[member] for member in members],
+            watch=lambda: across.diary.cause("the rendezvous"),
         )
     except RendezvousError as error:
+        near = [across.world_ranks[member] for member in members]
         raise RendezvousError(
-            f"rank {across.rank} could not share memory with all of ranks {members}, which are on its host: {error}",
-            tuple(members[place] for place in error.missing),
+            f"rank {near[members.index(across.rank)]} could not share memory with all of ranks {near}, which are on "
+            f"its host: {error}",
+            tuple(near[place] for place in error.missing),
         ) from error
 
 
@@ -77,4 +97,6 @@ def join_leaders(store: Store, across: Part, backend: str) -> Part | None:
         backend=backend,
         timeout=across.timeout,
         name=f"{across.name}/leaders",
+        world_ranks=[across.world_ranks[leader] for leader in leaders],
+        watch=lambda: across.diary.cause("the rendezvous"),
     )

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from murmura.collectives.ring import Deadline
-from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportClosed, TransportError
+from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportError
 from murmura.observe.recorder import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_members, describe_exchange
-from murmura.transports.failures import Departure, Patience, again, mismatch, words_of
-from murmura.transports.hierarchical.parts import Part, join_leaders, leaders_of, members_of, share_memory
+from murmura.transports.failures import Departure, Patience, mismatch
+from murmura.transports.hierarchical import parts
+from murmura.transports.hierarchical.parts import SEGMENTS_AHEAD, Part, cut
 from murmura.transports.order import Ticket
 from murmura.transports.process_group import Check, ProcessGroupTransport
 from murmura.transports.rendezvous import Store, under
@@ -32,12 +33,6 @@ from murmura.transports.shared_memory import SharedMemoryTransport
 from murmura.types import ReduceOp, parse
 
 __all__ = ["HierarchicalTransport"]
-
-SEGMENT_BYTES = 4 * 2**20
-"""What goes over the network at a time: long enough for its full rate, short enough that memory is soon at work."""
-
-SEGMENTS_AHEAD = 2
-"""Segments given to the network before the first of them is waited for: one on its way, one ready to follow."""
 
 
 class HierarchicalTransport(Transport):
@@ -59,20 +54,24 @@ class HierarchicalTransport(Transport):
         backend: str = "gloo",
         check: str = "best_effort",
     ) -> None:
-        super().__init__(across.rank, across.world_size, hosts=across.hosts, timeout=across.timeout, name=across.name)
+        super().__init__(
+            across.rank,
+            across.world_size,
+            hosts=across.hosts,
+            timeout=across.timeout,
+            name=across.name,
+            world_ranks=across.world_ranks,
+        )
         self.check = parse(Check, check, "check")
-        self._store = store
-        self._backend = backend
+        self._store, self._backend = store, backend
         self._across, self._inside, self._between = across, inside, between
-        self._leaders = leaders_of(self.hosts)
-        self._members = members_of(self.hosts, self.rank)
+        self._leaders = parts.leaders_of(self.hosts)
+        self._members = parts.members_of(self.hosts, self.rank)
         self._place = {member: place for place, member in enumerate(self._members)}  # of a rank on this host
         self._others = [rank for rank in range(self.world_size) if rank != self.rank]
         self._neighbours = [rank for rank in self._members if rank != self.rank]
-        inside.name_ranks(self._members)
         self._split_counts: dict[Any, int] = {}
-        self._call = ""  # in words, of the operation under way
-        self._began = 0.0
+        self._call, self._began = "", 0.0  # of the operation under way: what was called, and when
 
     @classmethod
     def join(
@@ -92,7 +91,7 @@ class HierarchicalTransport(Transport):
         `backend` is that of the group between the leaders. `hosts` pretends that ranks are on several hosts.
         """
         options = {"timeout": timeout, "hosts": hosts, "name": name}
-        return cls._build(store, rank, world_size, share_memory, backend, check, options)
+        return cls._build(store, rank, world_size, parts.share_memory, backend, check, options)
 
     @classmethod
     def _build(
@@ -111,7 +110,7 @@ class HierarchicalTransport(Transport):
             made.callback(across.close)
             inside = share(across)
             made.callback(inside.close)
-            between = join_leaders(store, across, backend)
+            between = parts.join_leaders(store, across, backend)
             made.pop_all()
         return cls(store, across, inside, between, backend=backend, check=check)
 
@@ -120,7 +119,7 @@ class HierarchicalTransport(Transport):
     def exchange(
         self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
     ) -> Ticket | None:
-        self._check_pairs(sends, recvs)
+        self._check_pairs(sends, recvs, timeout)
         return self._operate(  # type: ignore[no-any-return]
             "exchange", lambda: self._exchange(sends, recvs, timeout), async_op, self._sent(sends)
         )
@@ -144,25 +143,27 @@ class HierarchicalTransport(Transport):
         if self._failure is None:
             super().abort(error)
             if not self._closed:
-                self._across.diary.depart(Departure.of(error))  # first, so that whoever fails for it finds the cause
-            for split in self._splits:
-                split.abort(TransportError(words_of(error)))
+                # First, so that whoever fails for it finds the cause.
+                self._across.diary.depart(Departure.of(error, self._reporter.own))
+            for split in list(self._splits):
+                split.abort(error)
             self._end_waits(error)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for split in self._splits:
+        for split in list(self._splits):
             split.close()
         if self._failure is None:
-            self._across.diary.depart(Departure())
+            self._across.diary.depart(self._parting())
         if not self._order.idle:  # what still waits in the communication thread will wait no more
-            self._end_waits(TransportClosed(f"rank {self.rank} closed the transport.", rank=self.rank))
+            self._end_waits(self._reporter.closed(self._operation or "an operation"))
         self._order.close()
         for part in (self._between, self._across, self._inside):
             if part is not None:
                 part.close()
+        self._store = self._store_served = None
 
     def _end_waits(self, error: BaseException) -> None:
         """Those of this rank, and those of its peers for it."""
@@ -174,6 +175,11 @@ class HierarchicalTransport(Transport):
     # Collectives by host
 
     def _all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
+        if op is ReduceOp.MEAN and flat_in.dtype is torch.float16:  # the sum of such numbers may be none
+            wide = flat_in.float()
+            self._all_reduce(wide, wide, op, call, timeout)
+            flat_out.copy_(wide)
+            return
         deadline = Deadline(self._seconds(timeout))
         self._agree("all_reduce" + call, timeout)
         if flat_out is not flat_in:
@@ -182,7 +188,7 @@ class HierarchicalTransport(Transport):
             self._reduce_inside(flat_out, op, deadline)
             return
         partial = ReduceOp.SUM if op is ReduceOp.MEAN else op
-        segments = _cut(flat_out)
+        segments = cut(flat_out)
         sums: deque[Ticket | None] = deque()
         for turn in range(len(segments) + SEGMENTS_AHEAD):
             if turn < len(segments):
@@ -200,8 +206,8 @@ class HierarchicalTransport(Transport):
         deadline = Deadline(self._seconds(timeout))
         self._agree("broadcast" + call, timeout)
         at_home = src in self._place
-        home = self._leaders.index(members_of(self.hosts, src)[0])
-        segments = _cut(flat.view(torch.uint8))
+        home = self._leaders.index(parts.members_of(self.hosts, src)[0])
+        segments = cut(flat.view(torch.uint8))
         copies = []
         for segment in segments:
             if at_home:
@@ -229,7 +235,7 @@ class HierarchicalTransport(Transport):
 
             def compare() -> None:
                 agreement.on_collective(
-                    across._move, call, self.rank, self.world_size, operation, seconds, self._works_on
+                    across._move, call, self.rank, self._reporter, operation, seconds, self._works_on
                 )
 
             self._await(self._start(across, "agreement", compare, self._others))
@@ -308,7 +314,13 @@ class HierarchicalTransport(Transport):
         store = under(self._store, f"split/{name}/{'-'.join(map(str, members))}/{ordinal}")
         rank, size = members.index(self.rank), len(members)
         hosts = [self.hosts[member] for member in members]
-        options: dict[str, Any] = {"timeout": self.timeout, "hosts": hosts, "name": f"{self.name}/{name}"}
+        options: dict[str, Any] = {
+            "timeout": self.timeout,
+            "hosts": hosts,
+            "name": f"{self.name}/{name}",
+            "world_ranks": [self.world_ranks[member] for member in members],
+            "watch": lambda: self._across.diary.cause(f"split({name!r})", among=members),
+        }
         split: Transport
         if len(set(hosts)) == size:
             split = ProcessGroupTransport.join(store, rank, size, backend=self._backend, check=self.check, **options)
@@ -346,7 +358,7 @@ class HierarchicalTransport(Transport):
         return part._submit(name, guarded)
 
     def _await(self, ticket: Ticket, awaited: Sequence[int] | None = None) -> None:
-        patience = Patience(self.rank, self._operation, float("inf"))  # the operation has a deadline of its own
+        patience = Patience(self._reporter, self._operation, float("inf"))  # the operation has a deadline of its own
         with self._explained(self._others):
             while not ticket.await_end(1.0):
                 patience.check(self._others if awaited is None else awaited)
@@ -368,29 +380,21 @@ class HierarchicalTransport(Transport):
     ) -> TransportError | CollectiveMismatch:
         if isinstance(self._failure, TransportError | CollectiveMismatch):  # in another thread, which is the cause
             return self._failure
+        waited, reporter = time.monotonic() - self._began, self._reporter
         if self._failure is not None:
-            return again(self._failure)
+            return reporter.again(self._failure, self._operation)
         if self._closed:
-            words = f"rank {self.rank} closed the transport during {self._operation}."
-            return TransportClosed(words, rank=self.rank)
-        if isinstance(error, CollectiveMismatch):
-            return mismatch(self.rank, self._operation, error.calls)
+            return reporter.closed(self._operation)
+        if isinstance(error, CollectiveMismatch):  # of a part, which knows the ranks of the world
+            return mismatch(reporter.own, self._operation, error.calls)
         diary = self._across.diary
         if isinstance(error, PeerLost):
-            return diary.cause(self._operation) or error
+            return diary.cause(self._operation, waited) or reporter.aborted(error, self._operation, waited)
         return diary.explain(
             self._call,
             self._operation,
-            time.monotonic() - self._began,
+            waited,
             awaited=[rank for rank in awaited if rank != self.rank],
             timed_out=isinstance(error, PeerTimeout),
             told=error,
         )
-
-
-def _cut(flat: Tensor) -> Sequence[Tensor]:
-    """Segments of a flat buffer; one, if it is short or empty."""
-    if flat.nbytes <= SEGMENT_BYTES:
-        return (flat,)
-    step = SEGMENT_BYTES // flat.element_size()
-    return [flat[start : start + step] for start in range(0, flat.numel(), step)]

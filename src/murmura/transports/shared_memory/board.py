@@ -15,9 +15,8 @@ import struct
 from collections.abc import Callable, Sequence
 
 from murmura.collectives.chunks import SMALL_BYTES
-from murmura.errors import TransportClosed
 from murmura.observe.recorder import Probe
-from murmura.transports.failures import Departure, Patience, mismatch, peer_lost
+from murmura.transports.failures import DIED, Departure, Patience, Reporter, follow
 from murmura.transports.shared_memory import futex
 from murmura.transports.shared_memory.arena import PAGE_BYTES, round_up
 from murmura.transports.shared_memory.segment import Segment
@@ -35,7 +34,8 @@ CALLED = 11  # number of the collective whose call is told in the call text
 AWAITS = 12  # message << 16 | 1 << 15 if it is to be received | peer + 1, while the rank sleeps in an exchange
 BELL = 16  # on a line of its own: written by peers
 # Bytes of a block
-DEPARTURE_AT, DEPARTURE_BYTES = 256, 1792
+GONE_AT = 256  # one for each rank, which sets it when it will never look at this block again
+DEPARTURE_AT, DEPARTURE_BYTES = 512, 1536
 CALL_AT, CALL_BYTES = 2048, 2048
 PAIRS_AT, PAIR_BYTES = 4096, 256
 
@@ -69,9 +69,12 @@ class Board:
     one thread at a time.
     """
 
-    def __init__(self, segment: Segment, rank: int, blocks: Sequence[int], life_fds: Sequence[int]) -> None:
+    def __init__(
+        self, segment: Segment, rank: int, blocks: Sequence[int], life_fds: Sequence[int], reporter: Reporter
+    ) -> None:
         self.segment = segment
         self.rank = rank
+        self.reporter = reporter
         self.world_size = len(blocks)
         self.blocks = blocks
         self.words = segment.words
@@ -80,8 +83,8 @@ class Board:
         self.peers = [peer for peer in range(self.world_size) if peer != rank]
         self.fence = futex.Fence()
         self.closed = False
+        self.failure: BaseException | None = None  # with which this rank aborted the channel
         self.probe: Probe | None = None  # told whom this rank waits for
-        self.names: Sequence[int] = range(self.world_size)  # what the ranks are called in errors and warnings
         crowded = self.world_size > len(os.sched_getaffinity(0))
         self.spins = 0 if crowded else SPINS
         self._asleep = [self.at[peer] + ASLEEP for peer in self.peers]
@@ -160,7 +163,7 @@ class Board:
     ) -> None:
         words, own = self.words, self.own
         bell = self.segment.address + 8 * (own + BELL)
-        patience = Patience(self.names[self.rank], operation, timeout)
+        patience = Patience(self.reporter, operation, timeout)
         nap = FIRST_NAP
         while True:
             words[own + ASLEEP] = 1
@@ -176,27 +179,34 @@ class Board:
             if not awaited:
                 return
             nap = min(2 * nap, LONGEST_NAP)
-            if self.closed or words[own + DEPARTED]:  # by another thread
-                rank = self.names[self.rank]
-                raise TransportClosed(f"rank {rank} closed the transport during {operation}.", rank=rank)
-            self._check_departed(missing, operation)
+            if self.failure is not None:  # aborted by another thread
+                raise self.reporter.aborted(self.failure, operation, patience.waited)
+            if self.closed:
+                raise self.reporter.closed(operation)
+            self._check_departed(missing, operation, patience.waited)
             self._check_stuck(missing, operation, stuck)
-            state = self._state_of(awaited) if patience.left <= 0 else ""
-            patience.check([self.names[peer] for peer in awaited], state)
+            if patience.left > 0:
+                patience.check(awaited)
+            else:  # whoever sleeps in an exchange is not at fault, but whom it waits for
+                at_fault = list(dict.fromkeys(follow(peer, self._awaited_by) for peer in awaited))
+                patience.check(at_fault, self._state_of(at_fault))
 
-    def _check_departed(self, missing: Callable[[], list[int]], operation: str) -> None:
+    def _awaited_by(self, peer: int) -> int | None:
+        awaits = self.read(peer, AWAITS) & 0x7FFF
+        return awaits - 1 if awaits else None
+
+    def _check_departed(self, missing: Callable[[], list[int]], operation: str, waited: float) -> None:
         gone = {peer: self._departure(peer) for peer in missing() if self.read(peer, DEPARTED)}
         dead = {self._rank_of[fd] for fd, _ in self._deaths.poll(0)}
         self.fence()
-        rank = self.names[self.rank]
         for peer in missing():  # again: whoever left may have done its part before
             if peer in gone:
-                raise gone[peer].as_error(rank, self.names[peer], operation)
+                raise self.reporter.departed(gone[peer], peer, operation, waited)
             if peer in dead:
                 # It may have left word in its last moments, after we looked.
                 if self.read(peer, DEPARTED):
-                    raise self._departure(peer).as_error(rank, self.names[peer], operation)
-                raise peer_lost(rank, self.names[peer], operation, "died: it was killed, or exited without closing")
+                    raise self.reporter.departed(self._departure(peer), peer, operation, waited)
+                raise self.reporter.lost(peer, operation)
 
     def _check_stuck(self, missing: Callable[[], list[int]], operation: str, stuck: Callable[[int], bool]) -> None:
         suspects = [peer for peer in missing() if stuck(peer)]
@@ -205,18 +215,17 @@ class Board:
             if peer in suspects:
                 entered = self.read(peer, ENTERED)
                 called = f"collective #{entered}" if entered > self.read(self.rank, ENTERED) else "an exchange"
-                own, other = self.names[self.rank], self.names[peer]
                 calls = {
-                    own: f"{operation}, waiting for rank {other}",
-                    other: f"{called}, waiting for rank {own}",
+                    self.rank: f"{operation}, waiting for rank {self.reporter.world_rank(peer)}",
+                    peer: f"{called}, waiting for rank {self.reporter.own}",
                 }
-                raise mismatch(own, operation, calls)
+                raise self.reporter.mismatch(operation, calls)
 
     def _state_of(self, awaited: Sequence[int]) -> str:
         """What is known of peers that let us wait, as sentences."""
         stories = []
         for peer in awaited:
-            story = f"Rank {self.names[peer]} last entered #{self.read(peer, ENTERED)}"
+            story = f"Rank {self.reporter.world_rank(peer)} last entered #{self.read(peer, ENTERED)}"
             pid, state = process_state(self._life_fds[peer])
             if state in ("T", "t"):
                 story += f"; its process (pid {pid}) is stopped"
@@ -235,8 +244,22 @@ class Board:
         self._write(DEPARTURE_AT, text)
         self.publish(DEPARTED, len(text))
 
+    def leave(self, departure: Departure) -> None:
+        """Depart, and tell every rank that this one will not look at its block again."""
+        self.depart(departure)
+        self.fence()
+        for place in self.blocks:
+            self.segment.bytes[place + GONE_AT + self.rank] = 1
+
+    def is_deserted(self) -> bool:
+        """Whether no rank will look at this rank's block, or at what it staged, again."""
+        place = self.blocks[self.rank] + GONE_AT
+        return bool(self.segment.bytes[place : place + self.world_size].all())
+
     def _departure(self, peer: int) -> Departure:
-        return Departure.from_bytes(self._read(peer, DEPARTURE_AT, self.read(peer, DEPARTED)))
+        departure = Departure.from_bytes(self._read(peer, DEPARTURE_AT, self.read(peer, DEPARTED)))
+        # Whoever lost control of its memory may have left anything there.
+        return departure or Departure(self.reporter.world_rank(peer), DIED, "lost", self.reporter.own)
 
     def tell_call(self, number: int, call: str) -> None:
         """Say in words what this rank called, for the table of a mismatch."""

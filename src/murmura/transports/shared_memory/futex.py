@@ -53,18 +53,21 @@ def wake(address: int) -> None:
 class Fence:
     """A full memory fence: releasing and retaking a lock that is held for life (the other way round is not a fence).
 
-    `release` and `acquire` are for the one thread that runs a channel's operations. Calling the fence is for anybody,
-    at any moment: it puts up with a lock that an interrupt, or another thread in here, has left open.
+    `release` and `acquire` are for the one thread that runs a channel's operations, and have a lock of their own: if
+    another thread retook it in between, `acquire` would wait for ever. Calling the fence is for anybody, at any moment:
+    it puts up with a lock that an interrupt, or another thread in here, has left open.
     """
 
     def __init__(self) -> None:
-        lock = threading.Lock()
-        lock.acquire()
-        self.release, self.acquire = lock.release, lock.acquire
+        own, shared = threading.Lock(), threading.Lock()
+        own.acquire()
+        shared.acquire()
+        self.release, self.acquire = own.release, own.acquire
+        self._release, self._acquire = shared.release, shared.acquire
 
     def __call__(self) -> None:
         try:  # noqa: SIM105 (contextlib.suppress takes ten times as long)
-            self.release()
+            self._release()
         except RuntimeError:
             pass
-        self.acquire(False)
+        self._acquire(False)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from murmura.collectives.chunks import PIECE_BYTES
-from murmura.transports.failures import mismatch
 from murmura.transports.shared_memory.board import AWAITS, ENTERED, PAIR_BYTES, PAIRS_AT, Board, digest_of
 
 # Words of a pair's line, in the block of the rank that writes them
@@ -174,9 +173,9 @@ class Receiving(_Message):
         board.fence()
         line.say(REFUSED, self.number)
         board.wake_sleepers()
-        rank, peer = board.names[board.rank], board.names[line.peer]
-        calls = {peer: f"send(dst={rank}) of {sent}", rank: f"recv(src={peer}) of {self.text}"}
-        raise mismatch(rank, "exchange", calls)
+        own, peer = board.reporter.own, board.reporter.world_rank(line.peer)
+        calls = {line.peer: f"send(dst={own}) of {sent}", board.rank: f"recv(src={peer}) of {self.text}"}
+        raise board.reporter.mismatch("exchange", calls)
 
     @property
     def finished(self) -> bool:
@@ -189,6 +188,9 @@ class Mail:
     def __init__(self, board: Board) -> None:
         self._board = board
         self._lines = {peer: _Line(board, peer) for peer in board.peers}
+
+    def staging_places(self) -> list[int]:
+        return [line.staging_place for line in self._lines.values() if line.staging_place >= 0]
 
     def exchange(
         self,
@@ -254,7 +256,9 @@ class Mail:
         return awaits >> 16 > done
 
     def _refused(self, message: Sending, operation: str) -> None:
-        names = self._board.names
-        rank, peer = names[self._board.rank], names[message.line.peer]
-        calls = {rank: f"send(dst={peer}) of {message.text}", peer: f"recv(src={rank}) of {message.line.read_text()}"}
-        raise mismatch(rank, operation, calls)
+        rank, peer, reporter = self._board.rank, message.line.peer, self._board.reporter
+        calls = {
+            rank: f"send(dst={reporter.world_rank(peer)}) of {message.text}",
+            peer: f"recv(src={reporter.own}) of {message.line.read_text()}",
+        }
+        raise reporter.mismatch(operation, calls)

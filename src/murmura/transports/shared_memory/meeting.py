@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 
-from murmura.transports.failures import mismatch
 from murmura.transports.shared_memory import futex
 from murmura.transports.shared_memory.board import (
     CALLED,
@@ -101,14 +100,16 @@ class Meeting:
         board = self.board
         board.tell_call(self.number, call)
         give_up = time.monotonic() + TABLE_SECONDS
-        own = board.names[self.rank]
-        calls = {own: call}
+        calls = {self.rank: call}
         for peer in board.peers:
             while board.read(peer, CALLED) < self.number and time.monotonic() < give_up:
                 os.sched_yield()
             told = board.told_call(peer) if board.read(peer, CALLED) == self.number else "(did not say)"
-            calls[board.names[peer]] = told
-        raise mismatch(own, self._operation, calls)
+            calls[peer] = told
+        raise board.reporter.mismatch(self._operation, calls)
+
+    def staging_places(self) -> list[int]:
+        return [place for place in (self._staging[0], *self._outgrown, *self._mail.staging_places()) if place >= 0]
 
     def places(self, word: int) -> list[int]:
         """Where every rank's input (PLACE_IN) or output (PLACE_OUT) lies."""

@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,16 +63,35 @@ class Segment:
         self._own = rank * self.arena_bytes
         self._arena = Arena(self.arena_bytes)
         self._lock = threading.Lock()  # channels allocate from threads of their own
+        self._retired: list[tuple[Callable[[], bool], Sequence[int]]] = []  # of channels that this rank has left
+        self.owner = rank  # as errors call it
         self._freed: collections.deque[int] = collections.deque()  # by finalizers that found the lock taken
         self.bytes: Any = np.frombuffer(self._mmap, dtype=np.uint8)
         self.memory = memoryview(self._mmap)
         self.words = self.memory.cast("q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
 
+    def retire(self, is_deserted: Callable[[], bool], places: Sequence[int]) -> None:
+        """Free `places` as soon as they are deserted; looked at whenever memory is taken."""
+        with self._lock:
+            self._retired.append((is_deserted, places))
+
+    def _free_deserted(self) -> None:
+        with self._lock:
+            retired, self._retired = self._retired, []
+            for is_deserted, places in retired:
+                if not is_deserted():
+                    self._retired.append((is_deserted, places))
+                    continue
+                for place in places:
+                    self._give_back(place)
+
     def take(self, num_bytes: int) -> int:
         """The place of a new range in this rank's arena, its pages reserved."""
         while self._freed:
             self.give_back(self._freed.popleft())
+        if self._retired:
+            self._free_deserted()
         with self._lock:
             start = self._arena.take(num_bytes)
         try:
@@ -83,8 +103,10 @@ class Segment:
                 with self._lock:
                     self._arena.give_back(start)
             raise TransportError(
-                f"{num_bytes / 2**20:.0f} MiB of shared memory cannot be had ({error.strerror}). "
-                "Use fewer ranks or smaller buffers on this host, or give it more memory."
+                f"rank {self.owner} cannot have {num_bytes / 2**20:.0f} MiB of shared memory ({error.strerror}). "
+                "Use fewer ranks or smaller buffers on this host, or give it more memory.",
+                rank=self.owner,
+                operation="allocate",
             ) from error
         return self._own + start
 
@@ -133,3 +155,4 @@ class Segment:
             os.close(self._fd)
             self._fd = -1
         self._freed.clear()
+        self._retired.clear()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from threading import get_ident, main_thread
 from typing import Any
 
@@ -11,12 +12,12 @@ import torch
 from torch import Tensor
 
 from murmura.collectives.reduction import Reduction
-from murmura.errors import ConfigError, TransportError
+from murmura.errors import ConfigError
 from murmura.observe.recorder import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
-from murmura.transports.checks import check_members, describe, store
-from murmura.transports.failures import Departure, words_of
+from murmura.transports.checks import check_members, check_timeout, describe, store
+from murmura.transports.failures import Departure
 from murmura.transports.order import Ticket
 from murmura.transports.shared_memory import admission, futex, reducing
 from murmura.transports.shared_memory.board import Board, block_bytes, slots_at
@@ -24,6 +25,7 @@ from murmura.transports.shared_memory.mail import Mail
 from murmura.transports.shared_memory.meeting import Meeting
 from murmura.transports.shared_memory.one_shot import OneShot, Outcome, can_prepare
 from murmura.transports.shared_memory.segment import Segment, create_memfd
+from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp
 
 __all__ = ["SharedMemoryTransport"]
@@ -46,18 +48,20 @@ class SharedMemoryTransport(Transport):
         hosts: Sequence[int] | None = None,
         timeout: float = 600.0,
         name: str = "",
+        world_ranks: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(rank, len(blocks), hosts=hosts, timeout=timeout, name=name)
+        super().__init__(rank, len(blocks), hosts=hosts, timeout=timeout, name=name, world_ranks=world_ranks)
         self._segment = segment
         self._life_fds = life_fds
         self._owns_segment = False  # a channel shares its parent's, and the signs of life
         self._own_life = -1
-        self._board = Board(segment, rank, blocks, life_fds)
+        self._board = Board(segment, rank, blocks, life_fds, self._reporter)
         self._mail = Mail(self._board)
         self._meeting = Meeting(self._board, self._mail)
         self._one_shots: dict[Any, OneShot] = {}  # by shape, dtype and operation
         self._prepared: dict[Any, tuple[OneShot, memoryview, Any]] = {}  # by address too: the views of a tensor
         self._main_thread = main_thread().ident
+        self._retire: Callable[[], object] | None = None  # of a channel: frees its memory
 
     @classmethod
     def join(
@@ -68,11 +72,17 @@ class SharedMemoryTransport(Transport):
         *,
         hosts: Sequence[int] | None = None,
         timeout: float = 600.0,
+        secret: str = "",
+        world_ranks: Sequence[int] | None = None,
+        watch: Watch = nobody,
     ) -> SharedMemoryTransport:
         """Meet the other ranks of `job` on this host; every rank calls it with the same job and world size.
 
         `timeout` bounds the meeting and becomes the transport's. `hosts` pretends that ranks are on several hosts.
+        All ranks must know the same `secret`. `world_ranks` are the ranks in the world that this is a part of, if it is
+        one, and `watch` tells of those that cannot come any more.
         """
+        check_timeout(timeout, ConfigError)
         faults = []
         if not futex.is_supported():
             faults.append("shared memory between processes needs Linux. Use threads: run_world(fn, n, kind='threads').")
@@ -86,28 +96,25 @@ class SharedMemoryTransport(Transport):
             raise ConfigError("\n".join(faults))
         segment_fd = create_memfd(world_size) if rank == 0 else None
         try:
-            admitted = admission.admit(job, rank, world_size, segment_fd, timeout)
+            admitted = admission.admit(job, rank, world_size, segment_fd, timeout, secret=secret, watch=watch)
         finally:
             if segment_fd is not None:
                 os.close(segment_fd)
         segment = Segment(admitted.segment_fd, rank, world_size)
         segment.take(block_bytes(world_size))  # the first range of every arena, so peers know where it is
         blocks = [peer * segment.arena_bytes for peer in range(world_size)]
-        transport = cls(segment, rank, blocks, admitted.life_fds, hosts=hosts, timeout=timeout)
+        transport = cls(segment, rank, blocks, admitted.life_fds, hosts=hosts, timeout=timeout, world_ranks=world_ranks)
         transport._owns_segment = True
+        segment.owner = transport._reporter.own
         transport._own_life = admitted.own_life
         return transport
-
-    def name_ranks(self, names: Sequence[int]) -> None:
-        """Call the ranks so in errors and warnings: as they are known to the user of what this is part of."""
-        self._board.names = tuple(names)
 
     # Transport's contract
 
     def exchange(
         self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
     ) -> Ticket | None:
-        self._check_pairs(sends, recvs)
+        self._check_pairs(sends, recvs, timeout)
 
         def work() -> None:
             outgoing = [(self._flat(tensor, load=True), dst, describe(tensor)) for tensor, dst in sends]
@@ -137,7 +144,11 @@ class SharedMemoryTransport(Transport):
             hosts=[self.hosts[peer] for peer in members],
             timeout=self.timeout,
             name=f"{self.name}/{name}",
+            world_ranks=[self.world_ranks[peer] for peer in members],
         )
+        retire = weakref.finalize(split, _retire, split._board, split._meeting)  # also if it is only dropped
+        retire.atexit = False
+        split._retire = retire
         self._keep(split, members)
         return split
 
@@ -153,20 +164,24 @@ class SharedMemoryTransport(Transport):
     def abort(self, error: BaseException) -> None:
         if self._failure is None:
             super().abort(error)
-            self._board.depart(Departure.of(error))
-            for split in self._splits:
-                split.abort(TransportError(words_of(error)))
+            self._board.failure = error
+            self._board.depart(Departure.of(error, self._reporter.own))
+            for split in list(self._splits):
+                split.abort(error)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = self._board.closed = True
-        for split in self._splits:
+        for split in list(self._splits):
             split.close()
         self._order.close()
-        self._board.depart(Departure())
         self._prepared.clear()
         self._one_shots.clear()
+        self._board.depart(self._parting())
+        self._board.failure = None  # whose traceback would keep all this alive
+        if self._retire is not None:
+            self._retire()
         if self._owns_segment:
             for fd in (*self._life_fds, self._own_life):
                 if fd >= 0:
@@ -184,6 +199,7 @@ class SharedMemoryTransport(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Tensor | Ticket:
+        check_timeout(timeout)
         if self._listeners.members:
             self.announce()
         if out is None and not async_op:
@@ -218,7 +234,8 @@ class SharedMemoryTransport(Transport):
         self._prepared[tensor.data_ptr(), *kind] = (shot, *shot.views(tensor))
 
     def _fire(self, shot: OneShot, source: memoryview, result: Any, timeout: float | None) -> None:
-        self._check_usable()
+        if self._failure is not None or self._closed:
+            self._check_usable(f"all_reduce #{self._num_collectives + 1}")
         try:
             number = self._num_collectives = self._num_collectives + 1
             outcome = shot.fire(number, source, result)
@@ -256,3 +273,9 @@ class SharedMemoryTransport(Transport):
     def _may_spin(self) -> bool:
         """Only the main thread may: a thread that spins in Python takes the interpreter from the one that computes."""
         return get_ident() == self._main_thread
+
+
+def _retire(board: Board, meeting: Meeting) -> None:
+    """Leave a channel for good; its memory is freed once the other ranks have left it, too."""
+    board.leave(Departure(board.reporter.own))
+    board.segment.retire(board.is_deserted, [board.blocks[board.rank], *meeting.staging_places()])

@@ -1,0 +1,104 @@
+"""Diary: what the ranks of one channel write into the store, so that a broken connection gets a name and a reason.
+
+Whoever reaches the store can write there; what no rank can have written is passed over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from murmura.errors import CollectiveMismatch, RendezvousError, TransportError
+from murmura.transports.failures import Departure, Reporter
+from murmura.transports.host import Liveness
+
+POLL_SECONDS = 0.01
+FEW_SECONDS, MOST_SECONDS = 0.8, 2.0
+_ORDER = ("raised", "died", "mismatch", "lost", "timeout", "left")  # the more likely cause of the others first
+
+
+def roll_call_seconds(waited: float) -> float:
+    """How long a rank that met a failure waits for the others to say what they know; little beside the wait itself."""
+    return min(MOST_SECONDS, FEW_SECONDS + 0.08 * waited)
+
+
+class Diary:
+    """Ranks are those of the channel; the errors name those of the world."""
+
+    def __init__(self, store: Any, rank: int, world_size: int, liveness: Liveness, reporter: Reporter) -> None:
+        self._store = store
+        self._rank = rank
+        self._peers = [peer for peer in range(world_size) if peer != rank]
+        self._liveness = liveness
+        self._reporter = reporter
+
+    def depart(self, departure: Departure) -> None:
+        """Say why this rank can no longer be waited for; must be said before its connections close."""
+        self._set(f"departed/{self._rank}", departure.to_bytes(4096))
+
+    def cause(
+        self, operation: str, waited: float = 0.0, among: Sequence[int] | None = None
+    ) -> TransportError | CollectiveMismatch | None:
+        """The error that a departure or a death `among` peers means to this rank in `operation`, if one is known."""
+        peers = self._peers if among is None else [peer for peer in self._peers if peer in among]
+        dead = self._liveness.dead()  # first, so that the word of whoever left one is found below
+        told = {peer: Departure.from_bytes(text) for peer, text in self._read("departed", peers).items()}
+        departed = {peer: departure for peer, departure in told.items() if departure is not None}
+        kinds = {peer: departure.kind for peer, departure in departed.items()}
+        kinds.update({peer: "died" for peer in peers if peer in dead and peer not in departed})
+        if not kinds:
+            return None
+        peer = min(kinds, key=lambda each: _ORDER.index(kinds[each]))
+        if kinds[peer] == "died":
+            return self._reporter.lost(peer, operation)
+        return self._reporter.departed(departed[peer], peer, operation, waited)
+
+    def explain(
+        self, call: str, operation: str, waited: float, *, awaited: Sequence[int], timed_out: bool, told: object
+    ) -> TransportError | CollectiveMismatch:
+        """Ask around after a failure in `call`, when this rank had waited for `awaited`; `told` is what torch said.
+
+        Returns at once when a departure or a death explains it; else when all have said what they were calling, or
+        after `roll_call_seconds`.
+        """
+        self._set(f"stalled/{self._rank}", call.encode())
+        deadline = time.monotonic() + roll_call_seconds(waited)
+        while True:
+            if (cause := self.cause(operation, waited)) is not None:
+                return cause
+            stalled = self._read("stalled", self._peers)
+            calls = {peer: text.decode(errors="replace") for peer, text in stalled.items()}
+            if time.monotonic() > deadline or len(calls) == len(self._peers):
+                break
+            time.sleep(POLL_SECONDS)
+        # Whoever waits in vain too is not at fault; if all that were awaited do, somebody else is.
+        silent = [peer for peer in awaited if peer not in calls] or [peer for peer in self._peers if peer not in calls]
+        if silent and timed_out:
+            return self._reporter.timed_out(silent, operation, waited)
+        if silent:
+            return self._reporter.lost(silent[0], operation, f"does not answer (torch says: {told})")
+        if any(each != call for each in calls.values()):
+            return self._reporter.mismatch(operation, {**calls, self._rank: call})
+        state = "They wait too: is the network between the ranks up?"
+        return self._reporter.timed_out(sorted(calls), operation, waited, state)
+
+    def _set(self, key: str, value: bytes) -> None:
+        try:
+            self._store.set(key, value)
+        except (dist.DistError, RuntimeError):
+            return  # the store went with the rank that served it; nobody can be told
+
+    def _read(self, what: str, peers: Sequence[int]) -> dict[int, bytes]:
+        found: dict[int, bytes] = {}
+        for peer in peers:
+            try:
+                if self._store.check([f"{what}/{peer}"]):
+                    found[peer] = self._store.get(f"{what}/{peer}")
+            except RendezvousError:
+                continue  # written by someone who does not know the job's secret
+            except (dist.DistError, RuntimeError):
+                return found
+        return found
