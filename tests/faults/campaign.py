@@ -17,6 +17,7 @@ The culprit, if it still can, raises its own exception and not a consequence of 
 
 import argparse
 import collections
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -230,6 +231,7 @@ def prepare() -> None:
     """Start the server that ranks are forked from, with what an optimizer imports at its first use: a second each."""
     multiprocessing.set_forkserver_preload(["torch", "murmura", "torch._dynamo", "campaign_rank"])
     multiprocessing.forkserver.ensure_running()
+    gc.freeze()
 
 
 def table(verdicts: Sequence[Verdict]) -> str:

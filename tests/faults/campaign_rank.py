@@ -268,6 +268,8 @@ def live(
             pipe.send((word, facts))
 
     is_process = own is None
+    if is_process:
+        gc.freeze()  # what was imported is no garbage: looking through it would take most of a short case
     before = holdings() if is_process else {}
     trouble = Trouble(case, rank, tell, released)
     times = {"ended": 0.0}
@@ -333,9 +335,9 @@ def holdings() -> dict[Any, str]:
 def remains(before: dict[Any, str]) -> list[str]:
     """What is held now, was not held `before`, and is still held after a moment."""
     deadline = time.monotonic() + LEAVE_SECONDS
-    while True:
+    while left := [words for key, words in holdings().items() if key not in before]:
+        if time.monotonic() > deadline:
+            break
         gc.collect()  # a mapping lives as long as the last tensor in it
-        left = [words for key, words in holdings().items() if key not in before]
-        if not left or time.monotonic() > deadline:
-            return left
         time.sleep(0.01)
+    return left
