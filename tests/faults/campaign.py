@@ -17,10 +17,12 @@ The culprit, if it still can, raises its own exception and not a consequence of 
 
 import argparse
 import collections
+import contextlib
 import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import queue
 import re
 import shutil
 import signal
@@ -31,13 +33,14 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 
-from campaign_cases import THREADS, TRANSPORTS, Case, case_of
+from campaign_cases import COMPUTE_SECONDS, THREADS, TRANSPORTS, Case, case_of
 from campaign_rank import STORY, Ending, holdings, live, remains
 from scenario import Actor
 from traces import PORTS, is_gone, segments_of
 
-from murmura import InProcessTransport
+from murmura import InProcessTransport, Transport, run_world
 
 DEATH_SECONDS = 2.0  # a death is noticed in this time, whatever the deadline
 LATE_SECONDS, LATE_SHARE = 1.0, 0.1  # how much later than its deadline a wait may end
@@ -84,6 +87,8 @@ def run(case: Case) -> Verdict:
             except AssertionError as error:
                 verdict.survivors[rank] = [f"no word of how it ended: {error}"]
         released.set()
+        if case.in_world:
+            verdict.others += judge_world(case, *actors[-1].await_word("world", within)["raised"])
         if case.fault in ("raise", "sys.exit") or (case.fault == "stop" and case.transport == THREADS):
             endings[case.culprit] = actors[case.culprit].await_word("ending", within)["ending"]
             verdict.others += judge_culprit(case, endings[case.culprit])
@@ -100,6 +105,11 @@ def run(case: Case) -> Verdict:
 
 
 def _start(case: Case, folder: str, released: threading.Event) -> list[Actor]:
+    """An actor for each rank, and after them, if there is a run_world, one for that."""
+    if case.in_world:
+        pipes: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        ranks = [Actor(f"rank {rank}", pipes.put, thread=True) for rank in range(case.world_size)]
+        return [*ranks, Actor("run_world", _run_world, pipes, case, folder, released, thread=True)]
     if case.transport == THREADS:
         group = InProcessTransport.create_group(case.world_size, hosts=case.hosts, timeout=case.timeout)
         return [
@@ -108,11 +118,28 @@ def _start(case: Case, folder: str, released: threading.Event) -> list[Actor]:
     return [Actor(f"rank {rank}", live, case, rank, folder, None, None) for rank in range(case.world_size)]
 
 
+def _run_world(
+    pipe: Connection, pipes: queue.SimpleQueue[Connection], case: Case, folder: str, released: threading.Event
+) -> None:
+    to_judge = [pipes.get() for _ in range(case.world_size)]
+
+    def fn(transport: Transport) -> None:
+        live(to_judge[transport.rank], case, transport.rank, folder, transport, released)
+
+    try:
+        run_world(fn, case.world_size, hosts=case.hosts, timeout=case.timeout)
+        raised: tuple[str, str, int | None] = ("", "", None)
+    except BaseException as error:  # it is what the judge wants to see
+        raised = (type(error).__name__, str(error), getattr(error, "peer", None))
+    with contextlib.suppress(OSError):  # the judge may have left
+        pipe.send(("world", {"raised": raised}))
+
+
 def _inject(case: Case, actors: Sequence[Actor], within: float) -> float:
     """When the fault happened; one from outside is sent now."""
     if case.moment != "any moment, from outside":
         return float(actors[case.culprit].await_word("fault", within)["at"])
-    for actor in actors:
+    for actor in actors[: case.world_size]:
         actor.await_word("training", within)
     time.sleep(case.delay)  # the moment is to be random
     return actors[case.culprit].signal(signal.SIGKILL if case.fault == "kill" else signal.SIGSTOP)
@@ -123,7 +150,7 @@ def _inject(case: Case, actors: Sequence[Actor], within: float) -> float:
 
 def judge(case: Case, ending: Ending, fault_at: float) -> list[str]:
     """What is wrong with a survivor's ending."""
-    words, waited = ending.message, ending.ended - fault_at
+    waited = ending.ended - fault_at
     wrong = [f"left behind {each}" for each in ending.left]
     if ending.closed - ending.ended > LEAVE_SECONDS + SLACK_SECONDS:
         wrong.append(f"took {ending.closed - ending.ended:.1f} s to close")
@@ -131,36 +158,38 @@ def judge(case: Case, ending: Ending, fault_at: float) -> list[str]:
         wrong.append(f"{waited:.1f} s after the fault, not within {_limit(case):.1f} s")
     if not ending.kind:
         return wrong if case.moment == "end" else [*wrong, "raised nothing"]
-    told = f"{ending.kind} {ending.fields}: {words}"
+    if wrong_error := [*_judge_fields(case, ending), *_judge_words(case, ending.message)]:
+        wrong += [*wrong_error, f"it raised {ending.kind} {ending.fields}: {ending.message}"]
+    return wrong
+
+
+def _judge_fields(case: Case, ending: Ending) -> Iterator[str]:
     if ending.kind == "CheckpointError" and case.moment == "save, inside state_dict" and case.fault == "raise":
         if ending.fields["rank"] != case.culprit:
-            wrong.append(f"another rank is named: {told}")
-    else:
-        expected = "PeerTimeout" if case.fault == "stop" else "PeerLost"
-        if ending.kind != expected:
-            wrong.append(f"{ending.kind}, not {expected}: {told}")
-        if ending.fields.get("peer") != case.culprit:
-            wrong.append(f".peer is {ending.fields.get('peer')}, not {case.culprit}: {told}")
-        if ending.fields.get("rank") != ending.rank:
-            wrong.append(f".rank is {ending.fields.get('rank')}, not {ending.rank}: {told}")
-        if not re.search(rf"\brank {ending.rank}\b", words):
-            wrong.append(f"the text does not name rank {ending.rank}: {told}")
-    return wrong + _judge_words(case, words, told)
+            yield f".rank of CheckpointError is not {case.culprit}"
+        return
+    expected = "PeerTimeout" if case.fault == "stop" else "PeerLost"
+    if ending.kind != expected:
+        yield f"{ending.kind}, not {expected}"
+    if ending.fields.get("peer") != case.culprit:
+        yield f".peer is {ending.fields.get('peer')}, not {case.culprit}"
+    if ending.fields.get("rank") != ending.rank:
+        yield f".rank is {ending.fields.get('rank')}, not {ending.rank}"
+    if not re.search(rf"\brank {ending.rank}\b", ending.message):
+        yield f"the text does not name rank {ending.rank}"
 
 
-def _judge_words(case: Case, words: str, told: str) -> list[str]:
-    wrong = []
+def _judge_words(case: Case, words: str) -> Iterator[str]:
     if not re.search(rf"\branks? (\d+, )*(\d+ and )?{case.culprit}\b", words):
-        wrong.append(f"the text does not name rank {case.culprit}: {told}")
+        yield f"the text does not name rank {case.culprit}"
     if innocent := {int(rank) for rank in re.findall(r"\blost rank (\d+)", words)} - {case.culprit}:
-        wrong.append(f"the text loses {sorted(innocent)}: {told}")
+        yield f"the text loses {sorted(innocent)}"
     for listed in re.findall(r"\branks (\d+(?:, \d+)* and \d+)", words):
         ranks = re.findall(r"\d+", listed)
         if len(ranks) > len(set(ranks)):
-            wrong.append(f"the text names a rank twice: {told}")
+            yield f"the text names a rank twice: {listed}"
     if case.fault == "raise" and STORY not in words:
-        wrong.append(f"the text is without the culprit's exception: {told}")
-    return wrong
+        yield "the text is without the culprit's exception"
 
 
 def judge_culprit(case: Case, ending: Ending) -> list[str]:
@@ -174,10 +203,24 @@ def judge_culprit(case: Case, ending: Ending) -> list[str]:
     return wrong
 
 
+def judge_world(case: Case, kind: str, message: str, peer: int | None) -> list[str]:
+    """What is wrong with the error that run_world raised: it is the culprit's own, or names the culprit."""
+    told = f"run_world raised {kind} (peer={peer}): {message}"
+    if case.fault == "raise":
+        kinds = ("CheckpointError",) if case.moment == "save, inside state_dict" else ("Broken",)
+        is_right = kind in kinds and STORY in message and f"rank {case.culprit}" in message
+    elif case.fault == "stop" and case.moment == "end":
+        is_right = not kind or peer == case.culprit  # it was let go on, and came to its end
+    else:
+        is_right = kind == ("PeerTimeout" if case.fault == "stop" else "PeerLost") and peer == case.culprit
+    return [] if is_right else [told]
+
+
 def _limit(case: Case) -> float:
+    late = SLACK_SECONDS + (COMPUTE_SECONDS if case.is_late else 0.0)
     if case.fault == "stop":
-        return case.timeout * (1 + LATE_SHARE) + LATE_SECONDS + SLACK_SECONDS
-    return DEATH_SECONDS + SLACK_SECONDS
+        return case.timeout * (1 + LATE_SHARE) + LATE_SECONDS + late
+    return DEATH_SECONDS + late
 
 
 def _left(

@@ -52,6 +52,7 @@ HOSTS = {
 
 STOP_SECONDS = 3.0  # the deadline of every wait, where it must pass
 PATIENT_SECONDS = 15.0  # where it must not
+COMPUTE_SECONDS = 0.3  # for which a late survivor computes
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Case:
     moment: str
     count: int  # the round, or the operation of the culprit's, in which it happens
     delay: float  # seconds that a fault from outside waits once all ranks train
+    late: int | None  # a survivor that computes for a while around the fault, and so hears of it last
+    in_world: bool  # whether threads are started by run_world, which cancels the others, or each by itself
 
     @property
     def id(self) -> str:
@@ -83,8 +86,14 @@ class Case:
     def survivors(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != self.culprit]
 
+    @property
+    def is_late(self) -> bool:
+        return self.late in self.survivors
+
     def __str__(self) -> str:
         where = f" on hosts {list(self.hosts)}" if self.hosts else ""
+        where += f", rank {self.late} late" if self.is_late else ""
+        where += ", run_world" if self.in_world else ""
         return (
             f"{self.id}: {self.transport}, {self.algorithm}, {self.world_size} ranks{where}; "
             f"rank {self.culprit}: {self.fault} at: {self.moment} ({self.count})"
@@ -115,6 +124,8 @@ def case_of(seed: int, number: int) -> Case:
         moment=moment,
         count=chance.randint(1, 3 if moment.startswith("constructor") else 8 if moment in IN_OPERATION else 4),
         delay=chance.uniform(0.0, 0.2),
+        late=chance.randrange(world_size) if chance.random() < 0.5 else None,
+        in_world=transport == THREADS and chance.random() < 0.6,
     )
 
 

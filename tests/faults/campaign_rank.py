@@ -1,5 +1,6 @@
 """What a rank of the fault campaign does: it trains until a fault ends it, and tells the judge how it ended."""
 
+import collections
 import contextlib
 import gc
 import itertools
@@ -8,14 +9,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from campaign_cases import GLOO, HIERARCHICAL, IN_OPERATION, SHARED_MEMORY, Case
+from campaign_cases import COMPUTE_SECONDS, GLOO, HIERARCHICAL, IN_OPERATION, SHARED_MEMORY, Case
 from torch import Tensor, nn
 from traces import ports_of, segments_of
 
@@ -190,14 +191,15 @@ class Part:
         raise AssertionError("nothing is loaded")
 
 
-def algorithm_of(name: str, optimizer: torch.optim.Optimizer) -> Algorithm:
+def algorithm_of(name: str, hosts: Sequence[int] | None, optimizer: torch.optim.Optimizer) -> Algorithm:
     """The algorithm, set so that it communicates at least every second round."""
+    is_even = hosts is None or len(set(collections.Counter(hosts).values())) == 1
     return {
         "gradient_allreduce": GradientAllReduceAlgorithm,
         "bytegrad": ByteGradAlgorithm,
         "decentralized": DecentralizedAlgorithm,
         "shift_one": lambda: DecentralizedAlgorithm(peer_selection_mode="shift_one"),
-        "low_precision_decentralized": LowPrecisionDecentralizedAlgorithm,
+        "low_precision_decentralized": lambda: LowPrecisionDecentralizedAlgorithm(hierarchical=is_even),
         "qadam": lambda: QAdamAlgorithm(optimizer),  # type: ignore[arg-type]
         "async": lambda: AsyncModelAverageAlgorithm(20),
         "local_sgd": lambda: LocalSGDAlgorithm(2),
@@ -217,7 +219,7 @@ def train(case: Case, transport: Transport, trouble: Trouble, folder: str, tell:
     steps = itertools.count(1)
     optimizer.register_step_pre_hook(lambda *_: trouble.at("step", next(steps)))
     trouble.at("constructor, before", 99)
-    chosen = TroubledAlgorithm(algorithm_of(case.algorithm, optimizer), trouble)
+    chosen = TroubledAlgorithm(algorithm_of(case.algorithm, case.hosts, optimizer), trouble)
     ddp = DDP(model, transport, algorithm=chosen)
     checkpointer = Checkpointer(os.path.join(folder, "checkpoints")) if case.moment.startswith("save") else None
     give_up = time.monotonic() + case.timeout + GIVE_UP_SECONDS
@@ -226,6 +228,8 @@ def train(case: Case, transport: Transport, trouble: Trouble, folder: str, tell:
         optimizer.zero_grad()
         ddp(batch).square().mean().backward()
         optimizer.step()
+        if transport.rank == case.late and case.is_late and number in (1, case.count):
+            time.sleep(COMPUTE_SECONDS)
         if number == case.count:
             tell("training")
             if checkpointer is not None:
@@ -233,7 +237,7 @@ def train(case: Case, transport: Transport, trouble: Trouble, folder: str, tell:
                 checkpointer.save(number, ddp=ddp, optimizer=optimizer, part=Part(trouble))
             if case.moment.startswith("set_algorithm"):
                 trouble.at("set_algorithm, before", number)
-                other = algorithm_of(case.other_algorithm, optimizer)
+                other = algorithm_of(case.other_algorithm, case.hosts, optimizer)
                 ddp.set_algorithm(TroubledAlgorithm(other, trouble, replaces=True))
             if case.moment.startswith(("close", "end")):
                 break
@@ -259,7 +263,10 @@ def _batches(trouble: Trouble, rank: int) -> Iterator[Tensor]:
 def live(
     pipe: Connection, case: Case, rank: int, folder: str, own: Transport | None, released: threading.Event | None
 ) -> None:
-    """The life of a rank: a thread that was given its `own` transport, or a process that joins."""
+    """The life of a rank: a thread that was given its `own` transport, or a process that joins.
+
+    A rank that run_world started leaves it to run_world to close the transport, and raises how it ended.
+    """
     torch.set_num_threads(1)
     speaking = threading.Lock()
 
@@ -275,14 +282,15 @@ def live(
     times = {"ended": 0.0}
     segments: set[int] = set()
     ports: list[str] = []
-    kind, message, fields, status = "", "", {}, 0
+    kind, message, fields, failure = "", "", {}, None
     curtain = contextlib.ExitStack()
     try:
         with curtain:
             try:
                 joined = join(case, rank, folder) if own is None else own
                 transport = TroubledTransport(joined, trouble) if case.moment in IN_OPERATION else joined
-                curtain.enter_context(transport)
+                if not case.in_world:
+                    curtain.enter_context(transport)
                 train(case, transport, trouble, folder, tell)
             finally:
                 times["ended"] = time.monotonic()
@@ -293,14 +301,14 @@ def live(
     except BaseException as error:
         kind, message = type(error).__name__, str(error)
         fields = {name: getattr(error, name) for name in ("rank", "peer", "operation") if hasattr(error, name)}
-        status = 7 if isinstance(error, SystemExit) else 0
+        failure = error if case.in_world or isinstance(error, SystemExit) else None
     closed = time.monotonic()
     transport = joined = None  # type: ignore[assignment]
     left = [] if trouble.leaves_open or not is_process else remains(before)
     tell("ending", ending=Ending(rank, kind, message, fields, times["ended"], closed, segments, ports, left))
     pipe.close()
-    if is_process:
-        sys.exit(status)
+    if failure is not None and (is_process or case.in_world):
+        raise failure
 
 
 def join(case: Case, rank: int, folder: str) -> Transport:
