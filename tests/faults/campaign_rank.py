@@ -151,12 +151,12 @@ class Identity(torch.autograd.Function):
     """Calls a function in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
         ctx.call = call
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.call()
         return grad, None
 
@@ -194,7 +194,7 @@ class Part:
 def algorithm_of(name: str, hosts: Sequence[int] | None, optimizer: torch.optim.Optimizer) -> Algorithm:
     """The algorithm, set so that it communicates at least every second round."""
     is_even = hosts is None or len(set(collections.Counter(hosts).values())) == 1
-    return {
+    algorithms: dict[str, Callable[[], Algorithm]] = {
         "gradient_allreduce": GradientAllReduceAlgorithm,
         "bytegrad": ByteGradAlgorithm,
         "decentralized": DecentralizedAlgorithm,
@@ -204,7 +204,8 @@ def algorithm_of(name: str, hosts: Sequence[int] | None, optimizer: torch.optim.
         "async": lambda: AsyncModelAverageAlgorithm(20),
         "local_sgd": lambda: LocalSGDAlgorithm(2),
         "diloco": lambda: DiLoCoAlgorithm(2),
-    }[name]()
+    }
+    return algorithms[name]()
 
 
 def train(case: Case, transport: Transport, trouble: Trouble, folder: str, tell: Callable[..., None]) -> None:
