@@ -133,6 +133,7 @@ def _run_world(
         raised = (type(error).__name__, str(error), getattr(error, "peer", None))
     with contextlib.suppress(OSError):  # the judge may have left
         pipe.send(("world", {"raised": raised}))
+    pipe.close()
 
 
 def _inject(case: Case, actors: Sequence[Actor], within: float) -> float:

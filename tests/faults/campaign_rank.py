@@ -43,6 +43,7 @@ from murmura.transports.decorators.base import TransportDecorator
 from murmura.transports.rendezvous import file_store
 
 STORY = "the campaign broke it"  # the words of the exception that the culprit raises
+STATUS = 7  # with which it exits
 GIVE_UP_SECONDS = 12.0  # beyond the deadline: a survivor that has heard nothing by then ends all the same
 LEAVE_SECONDS = 2.0  # for threads and descriptors of a transport that has been closed
 
@@ -99,7 +100,7 @@ class Trouble:
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "os._exit":
-            os._exit(7)
+            os._exit(STATUS)
         if fault == "stop" and self._released is not None:
             self._released.wait()
         elif fault == "stop":
@@ -107,7 +108,7 @@ class Trouble:
             threading.Event().wait()
         elif fault.startswith("sys.exit"):
             self.leaves_open = fault.endswith("unclosed")
-            sys.exit(7)
+            sys.exit(STATUS)
 
 
 class TroubledTransport(TransportDecorator):
@@ -283,7 +284,8 @@ def live(
     times = {"ended": 0.0}
     segments: set[int] = set()
     ports: list[str] = []
-    kind, message, fields, failure = "", "", {}, None
+    kind, message, fields = "", "", {}
+    failure: BaseException | None = None
     curtain = contextlib.ExitStack()
     try:
         with curtain:
@@ -302,14 +304,16 @@ def live(
     except BaseException as error:
         kind, message = type(error).__name__, str(error)
         fields = {name: getattr(error, name) for name in ("rank", "peer", "operation") if hasattr(error, name)}
-        failure = error if case.in_world or isinstance(error, SystemExit) else None
+        failure = error if case.in_world else None  # in a process its frames would hold what they used
     closed = time.monotonic()
     transport = joined = None  # type: ignore[assignment]
     left = [] if trouble.leaves_open or not is_process else remains(before)
     tell("ending", ending=Ending(rank, kind, message, fields, times["ended"], closed, segments, ports, left))
     pipe.close()
-    if failure is not None and (is_process or case.in_world):
+    if failure is not None:
         raise failure
+    if is_process and kind == "SystemExit":
+        sys.exit(STATUS)
 
 
 def join(case: Case, rank: int, folder: str) -> Transport:
