@@ -122,7 +122,7 @@ def case_of(seed: int, number: int) -> Case:
         culprit=chance.randrange(world_size),
         fault=fault,
         moment=moment,
-        count=chance.randint(1, 3 if moment.startswith("constructor") else 8 if moment in IN_OPERATION else 4),
+        count=chance.randint(1, _most(moment)),
         delay=chance.uniform(0.0, 0.2),
         late=chance.randrange(world_size) if chance.random() < 0.5 else None,
         in_world=transport == THREADS and chance.random() < 0.6,
@@ -134,4 +134,15 @@ def _can_be(moment: str, transport: str, algorithm: str, fault: str) -> bool:
         return transport != THREADS and fault in ("kill", "stop")
     if moment == "communication, bucket ready":
         return algorithm in WITH_BUCKETS
+    if (transport, algorithm, fault) == (THREADS, "async", "stop"):
+        # The thread that averages goes on while only the one that trains is stopped: nobody waits for that.
+        return moment not in ("forward", "backward", "step")
     return True
+
+
+def _most(moment: str) -> int:
+    if moment.startswith("constructor"):
+        return 3
+    if moment == "communication, bucket ready":
+        return 2  # later QAdam has no buckets any more
+    return 8 if moment in IN_OPERATION else 4
