@@ -218,7 +218,7 @@ def test_close_may_be_called_again_even_when_another_wrapper_has_the_module() ->
         second = DDP(model, transport, algorithm=Choice())
         first.close()
         with pytest.raises(UsageError, match="already wrapped"):
-            DDP(model, transport)
+            DDP(nn.Sequential(model), transport)
         backward(second, transport.rank)
         torch.optim.SGD(model.parameters(), lr=1.0).step()
         return model.weight.item(), second.algorithm.num_steps

@@ -75,7 +75,7 @@ def test_scripts_are_as_varied_as_they_should_be() -> None:
     assert hazards.keys() == set(HAZARDS)
     assert sum(not script.hazards[-1] for script in scripts) > 50
     collects = {action.kind for script in scripts for action in script.actions if isinstance(action, Collect)}
-    assert len(collects) == 9
+    assert len(collects) == 8
     forwards = [action for script in scripts for action in script.actions if isinstance(action, Forward)]
     kinds = {(action.kind, action.in_eval, action.in_no_sync) for action in forwards}
     assert len(kinds) == 20

@@ -29,10 +29,10 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     exchanges = Exchanges.GRADIENTS
     works_alone = False
 
-    average: bool
-    compressor: Compressor | None
+    average: bool = True
+    compressor: Compressor | None = None
 
-    def __init__(self, process_group: Transport, *, hierarchical: bool, **choices: Any) -> None:
+    def __init__(self, process_group: Transport, *, hierarchical: bool = False, **choices: Any) -> None:
         super().__init__(process_group, **choices)
         self.averages = self.average
         self._hierarchy = Hierarchy(process_group, hierarchical)

@@ -94,8 +94,9 @@ class Tail:
 
     def _check_fingerprint(self, contents: Contents, number: int) -> None:
         if contents.fingerprint != self._fingerprint(number):
+            rank = self._transport.world_ranks[self._transport.rank]
             raise CollectiveMismatch(
-                f"rank {self._transport.world_ranks[self._transport.rank]}: in round {number}, the buckets (first parameter {self._first_name!r}) "
-                "met other ranks' buckets of another round or layout. Every rank must run the same number of "
-                "synchronising backwards, on the same model."
+                f"rank {rank}: in round {number}, the buckets (first parameter {self._first_name!r}) met other ranks' "
+                "buckets of another round or layout. Every rank must run the same number of synchronising backwards, "
+                "on the same model."
             )
