@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from murmura.experiments import Curve, parse_algorithms, run_convergence
-from murmura.experiments.charts import Axis, Line, LineChart
-from murmura.experiments.convergence import to_json
+from murmura.tools.experiments import Curve, parse_algorithms, run_convergence
+from murmura.tools.experiments.charts import Axis, Line, LineChart
+from murmura.tools.experiments.convergence import to_json
 
 TOLERANCE = 1.02
 MARK = "<!-- convergence table -->"

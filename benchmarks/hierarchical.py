@@ -1,6 +1,6 @@
 """All-reduce on hosts with several ranks each: the hierarchical transport beside Gloo over all ranks.
 
-Hosts are those of murmura.lab: each link is shaped in both directions. The two take turns in one world, and each
+Hosts are those of murmura.tools.lab: each link is shaped in both directions. The two take turns in one world, and each
 round begins with the other one. Of S bytes Gloo's ring puts 2 (n - 1) / n x S on each host's link for n ranks, the
 hierarchical transport 2 (h - 1) / h x S for h hosts: for 2 hosts of 2 ranks it can be 1.5 times as fast at best.
 Needs root and iproute2.
@@ -26,7 +26,7 @@ import torch
 
 import murmura
 from murmura import DistributedConfig, Transport, TransportKind
-from murmura.lab import Hosts
+from murmura.tools.lab import Hosts
 
 CONTESTANTS = ("hierarchical", "gloo")
 

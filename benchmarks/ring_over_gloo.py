@@ -1,6 +1,6 @@
 """How much of a 1 Gbit/s link murmura's ring over Gloo uses, in both directions at once, beside iperf3.
 
-Hosts are those of murmura.lab: each link is shaped in both directions. Needs root, iproute2 and iperf3.
+Hosts are those of murmura.tools.lab: each link is shaped in both directions. Needs root, iproute2 and iperf3.
 
     python benchmarks/ring_over_gloo.py --hosts 2 --rate 1gbit --json ring.json
 """
@@ -22,7 +22,7 @@ import torch
 
 import murmura
 from murmura.collectives import ring
-from murmura.lab import Hosts
+from murmura.tools.lab import Hosts
 
 
 def iperf3_rate(hosts: Hosts, seconds: int) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from murmura.experiments import Curve
+from murmura.tools.experiments import Curve
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -26,6 +26,7 @@ import torch
 
 from murmura.errors import MurmuraError, PeerLost, UsageError
 from murmura.launch.outcomes import Outcome, as_raised, root_cause, stuck
+from murmura.launch.plan import num_cores
 from murmura.transports.base import Transport
 from murmura.transports.hierarchical import HierarchicalTransport
 from murmura.transports.process_group import ProcessGroupTransport
@@ -65,7 +66,7 @@ def run_processes(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "murmura"])
     job = uuid.uuid4().hex
-    num_threads = max(1, len(os.sched_getaffinity(0)) // world_size)
+    num_threads = max(1, num_cores() // world_size)
     processes: list[Any] = []
     pipes: dict[Any, int] = {}
     outcomes: list[Outcome] = []

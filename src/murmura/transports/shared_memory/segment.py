@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import threading
@@ -28,6 +27,8 @@ _RELEASE_BYTES = 2**20  # freed tensors from this size on give their pages back 
 
 def create_memfd(world_size: int) -> int:
     """A sealed memfd with room for `world_size` arenas, readable and writable by this user alone."""
+    import fcntl  # systems without it have no shared memory either, but murmura must import there
+
     arena_bytes = round_up(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     fd = os.memfd_create("murmura", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -1,0 +1,74 @@
+"""The command as a whole: one help, completion in shells, and statuses that say whose turn it is."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from murmura import ConfigError, MurmuraError, UsageError
+from murmura.tools.cli import report
+from murmura.tools.cli.main import app
+
+COMMANDS = ("train", "compare", "report", "bench", "doctor", "run", "lab")
+MURMURA = [sys.executable, "-m", "murmura"]
+
+
+def test_the_help_names_every_command_and_each_gives_an_example() -> None:
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"}).stdout
+    for name in COMMANDS:
+        assert f" {name} " in shown
+    for name in ("train", "compare", "report", "run"):
+        assert "For example: " in " ".join(CliRunner().invoke(app, [name, "--help"]).stdout.split())
+
+
+def completed(words: str) -> list[str]:
+    """What bash is offered after `words`."""
+    variables = {
+        "_MURMURA_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+    }
+    script = "from murmura.tools.cli.main import app; app(prog_name='murmura')"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, **variables}, capture_output=True, text=True, timeout=50
+    )
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands_and_names() -> None:
+    assert set(COMMANDS) <= set(completed("murmura "))
+    assert completed("murmura train --algorithm sh") == ["shift_one"]
+    assert completed("murmura compare --algorithms bytegrad,lo") == [
+        "bytegrad,low_precision_decentralized",
+        "bytegrad,local_sgd",
+    ]
+
+
+@pytest.mark.parametrize(("error", "status"), [(ConfigError, 2), (UsageError, 2), (MurmuraError, 1)])
+def test_the_status_says_whose_turn_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: type[MurmuraError], status: int
+) -> None:
+    def fail(path: Path) -> None:
+        raise error("It went wrong. Mend it.")
+
+    monkeypatch.setattr(report.Run, "read", fail)
+    done = CliRunner().invoke(app, ["report", "x", "--out", str(tmp_path / "page.html")])
+    assert (done.exit_code, done.stdout, done.stderr) == (status, "", "error: It went wrong. Mend it.\n")
+
+
+def test_a_port_in_use_is_the_users_turn(tmp_path: Path) -> None:
+    (tmp_path / "script.py").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        words = ["run", "-n", "1", "--nnodes", "2", "--coordinator", address, str(tmp_path / "script.py")]
+        done = subprocess.run([*MURMURA, *words], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: host 0 cannot listen at {address}: ")
+    assert done.stderr.endswith("Choose another one, on all hosts.\n")
+    assert "Traceback" not in done.stderr
