@@ -111,9 +111,9 @@ def test_an_order_tells_its_command() -> None:
 
 def test_an_order_beyond_the_memory_is_refused() -> None:
     spec = AllReduceSpec(ranks=2, sizes_bytes=(4 * KIB, 2**30))
-    check_memory(spec, available_bytes=64 * 2**30)
+    check_memory(spec, available=64 * 2**30)
     with pytest.raises(ConfigError, match=r"1 GiB on 2 ranks needs about 16.0 GiB"):
-        check_memory(spec, available_bytes=8 * 2**30)
+        check_memory(spec, available=8 * 2**30)
 
 
 @pytest.mark.parametrize("size", [4, 4 * KIB, 64 * KIB, MIB, 25 * MIB, 100 * MIB, 2**30])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -122,10 +125,18 @@ def test_help_teaches() -> None:
         assert word in text
 
 
-@pytest.mark.parametrize("command", [("-m", "murmura"), ("-c", "from murmura.tools.cli.main import app; app()")])
-def test_the_version_is_told(command: tuple[str, str]) -> None:
-    done = subprocess.run([sys.executable, *command, "--version"], capture_output=True, text=True, check=True)
+def test_the_version_is_told() -> None:
+    done = subprocess.run([sys.executable, "-m", "murmura", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"murmura {__version__}\n"
+    assert CliRunner().invoke(installed_command(), ["--version"]).stdout == done.stdout
+
+
+def installed_command() -> typer.Typer:
+    """What `pip install` makes of the command, by pyproject.toml."""
+    scripts = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    module, _, name = scripts["murmura"].partition(":")
+    found: typer.Typer = getattr(importlib.import_module(module), name)
+    return found
 
 
 def test_the_table_has_a_row_a_size_and_tells_who_is_faster() -> None:

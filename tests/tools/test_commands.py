@@ -1,8 +1,7 @@
-"""The command as a whole: one help, completion in shells, and statuses that say whose turn it is."""
+"""The command as a whole: one help, completion in shells, and exit statuses."""
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -12,10 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from murmura import ConfigError, MurmuraError, UsageError
+from murmura.algorithms import algorithm_names
 from murmura.tools.cli import report
 from murmura.tools.cli.main import app
 
-COMMANDS = ("train", "compare", "report", "bench", "doctor", "run", "lab")
+COMMANDS = ("train", "compare", "report", "bench", "doctor", "run", "lab", "algorithms")
 MURMURA = [sys.executable, "-m", "murmura"]
 
 
@@ -23,8 +23,14 @@ def test_the_help_names_every_command_and_each_gives_an_example() -> None:
     shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"}).stdout
     for name in COMMANDS:
         assert f" {name} " in shown
-    for name in ("train", "compare", "report", "run"):
+    for name in ("train", "compare", "report", "run", "algorithms"):
         assert "For example: " in " ".join(CliRunner().invoke(app, [name, "--help"]).stdout.split())
+
+
+def test_the_names_of_algorithms_are_listed_with_what_each_stands_for() -> None:
+    lines = CliRunner().invoke(app, ["algorithms"]).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == algorithm_names()
+    assert lines[-1].endswith("DiLoCoAlgorithm(interval=20, outer_lr=0.7, outer_momentum=0.9, compressor=None)")
 
 
 def completed(words: str) -> list[str]:
@@ -34,11 +40,7 @@ def completed(words: str) -> list[str]:
         "COMP_WORDS": words,
         "COMP_CWORD": str(len(words.split(" ")) - 1),
     }
-    script = "from murmura.tools.cli.main import app; app(prog_name='murmura')"
-    done = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, **variables}, capture_output=True, text=True, timeout=50
-    )
-    return done.stdout.split()
+    return CliRunner().invoke(app, [], prog_name="murmura", env=variables).stdout.split()
 
 
 def test_a_shell_completes_commands_and_names() -> None:

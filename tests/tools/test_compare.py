@@ -34,9 +34,9 @@ def run(*arguments: str | Path) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def small(folder: Path, links: str, algorithms: str = "gradient_allreduce,shift_one") -> tuple[str | Path, ...]:
-    options = ("--task", "mlp", "--algorithms", algorithms, "--ranks", "2", "--steps", "40", "--bandwidth", links)
-    return (*options, "--out", folder)
+def small(folder: Path, links: str, steps: int = BLOCK_STEPS) -> tuple[str | Path, ...]:
+    options = ("--task", "mlp", "--algorithms", "gradient_allreduce,shift_one", "--ranks", "2")
+    return (*options, "--steps", str(steps), "--bandwidth", links, "--out", folder)
 
 
 def told(folder: Path) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def told(folder: Path) -> dict[str, Any]:
 
 def test_local_ranks_are_compared_with_torchs_ddp(tmp_path: Path) -> None:
     folder = tmp_path / "comparison"
-    status, shown, progress = run(*small(folder, "local"), "--json", tmp_path / "result.json")
+    status, shown, progress = run(*small(folder, "local", 2 * BLOCK_STEPS), "--json", tmp_path / "result.json")
     assert status == 0
     assert "local: 2 rounds" in progress
     assert shown.splitlines()[-1] == f"report  {folder / 'report.html'}"

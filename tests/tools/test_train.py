@@ -189,7 +189,7 @@ def test_a_file_holds_settings_and_flags_win(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--task", "chess"), "task 'chess' is unknown. Known: 'charlm', 'markov', 'mlp'."),
-        (("--algorithm", "magic"), "algorithm 'magic' is unknown."),
+        (("--algorithm", "magic"), "algorithm='magic' is unknown."),
         (("--ranks", "0"), "ranks=0: give a number from 1 to 64."),
         (("--steps", "0"), "steps=0: give a number at least 1."),
         (("--bandwidth", "fast"), "bandwidth='fast': write bits per second"),

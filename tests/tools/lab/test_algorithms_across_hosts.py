@@ -5,6 +5,7 @@ That holds for the quantised ones too: the simulation rounds as they do.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tools.lab.conditions import needs_namespaces
 from tools.lab.every_algorithm import STEPS
 from worlds import SECONDS
 
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parents[2]
 
 
 @needs_namespaces
@@ -37,9 +38,10 @@ TESTS = Path(__file__).parent.parent
 def test_every_algorithm_does_across_hosts_what_it_should(
     tmp_path: Path, num_hosts: int, ranks_per_host: int, transport: TransportKind, used: str
 ) -> None:
-    variables = {"PYTHONPATH": str(TESTS), "MURMURA_TRANSPORT": transport, "MURMURA_TIMEOUT": str(SECONDS)}
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = {"PYTHONPATH": path, "MURMURA_TRANSPORT": transport, "MURMURA_TIMEOUT": str(SECONDS)}
     with Hosts(num_hosts) as hosts:
-        program = [sys.executable, "-m", "lab.every_algorithm", str(tmp_path)]
+        program = [sys.executable, "-m", "tools.lab.every_algorithm", str(tmp_path)]
         hosts.run(program, ranks_per_host=ranks_per_host, env=variables, capture=True, timeout=100)
     size = num_hosts * ranks_per_host
     seen = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(size)]

@@ -16,7 +16,6 @@ rows                one for each size and contestant:
 from __future__ import annotations
 
 import gc
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -28,11 +27,12 @@ import torch
 from murmura import Transport
 from murmura.errors import ConfigError
 from murmura.tools import ranks
-from murmura.tools.bench.all_reduce_contestants import MURMURA, AllReduce, Method, Peer, methods_of, prepare
+from murmura.tools.bench.all_reduce_contestants import MURMURA, Method, Peer, methods_of, prepare
 from murmura.tools.bench.buffers import num_buffers, size_faults
 from murmura.tools.bench.harness import Report, Sample, load, ratios, take_turns
 from murmura.tools.bench.mpiexec import find_mpiexec, run_under_mpiexec
 from murmura.tools.bench.sizes import format_size
+from murmura.tools.experiments.machine import available_bytes, physical_bytes
 from murmura.tools.options import check_seconds, command_line, raise_faults
 from murmura.tools.progress import Progress, Tell, silent, teller, watching
 
@@ -73,9 +73,10 @@ class AllReduceSpec:
         return self.ranks * size_bytes * (2 * num_buffers(size_bytes) + 4)
 
 
-def check_memory(spec: AllReduceSpec, available_bytes: int | None = None) -> None:
-    """Raise a ConfigError if a size would not fit into the memory this machine has left."""
-    available = _available_bytes() if available_bytes is None else available_bytes
+def check_memory(spec: AllReduceSpec, available: int | None) -> None:
+    """Raise a ConfigError if a size would not fit into the available memory, as far as that is known."""
+    if available is None:
+        return
     for size in spec.sizes_bytes:
         needed = spec.needed_bytes(size)
         if needed > 0.8 * available:
@@ -83,14 +84,6 @@ def check_memory(spec: AllReduceSpec, available_bytes: int | None = None) -> Non
                 f"{format_size(size)} on {spec.ranks} ranks needs about {needed / 2**30:.1f} GiB of memory, but "
                 f"{available / 2**30:.1f} GiB are available. Leave the size out, or take fewer ranks."
             )
-
-
-def _available_bytes() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -108,17 +101,12 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduceReport(Report):
+class AllReduceReport(Report[AllReduceSpec]):
     """The finished benchmark."""
 
     benchmark: ClassVar[str] = "all-reduce"
 
-    spec: AllReduceSpec
     rows: tuple[Row, ...]
-
-    @property
-    def order(self) -> AllReduceSpec:
-        return self.spec
 
     def row(self, size_bytes: int, contestant: str) -> Row:
         return next(row for row in self.rows if (row.size_bytes, row.contestant) == (size_bytes, contestant))
@@ -139,7 +127,7 @@ def run_all_reduce(spec: AllReduceSpec, on_progress: Tell = silent) -> AllReduce
     Raises a ConfigError before anything is started if this machine cannot do it, another `MurmuraError` if the
     measurement fails or a contestant sums wrongly.
     """
-    check_memory(spec)
+    check_memory(spec, available_bytes() or physical_bytes())
     with_mpi = Peer.MPICH in spec.peers
     if with_mpi:
         find_mpiexec()
@@ -176,13 +164,8 @@ def measure(
     """Measure every contestant at every size, about `seconds` a size; a wrong sum is a `MurmuraError`."""
     samples = {}
     for index, size in enumerate(sizes_bytes):
-
-        def told(fraction: float, rounds: int, index: int = index) -> None:
-            tell(Progress(index, fraction, rounds))
-
-        told(0.0, 0)
-        contestants: list[AllReduce] = prepare(transport, methods, size)
-        samples[size] = take_turns(transport, contestants, seconds, told)
+        tell(Progress(index, 0.0))
+        samples[size] = take_turns(transport, prepare(transport, methods, size), seconds, tell, index)
     transport.barrier()  # nobody leaves while a peer may still need it
     return samples
 

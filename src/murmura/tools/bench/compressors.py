@@ -80,18 +80,13 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressorsReport(Report):
+class CompressorsReport(Report[CompressorsSpec]):
     """The finished benchmark."""
 
     benchmark: ClassVar[str] = "compressors"
 
-    spec: CompressorsSpec
     devices: dict[str, str]
     rows: tuple[Row, ...]
-
-    @property
-    def order(self) -> CompressorsSpec:
-        return self.spec
 
     def fields(self) -> dict[str, Any]:
         return {

@@ -214,11 +214,7 @@ def measure(
 
     The ranks meet on `transport`, whatever the contestants use. Progress is told as that of stage `index`.
     """
-
-    def told(fraction: float, rounds: int) -> None:
-        tell(Progress(index, fraction, rounds))
-
-    told(0.0, 0)
+    tell(Progress(index, 0.0))
     first_batch = recipe.batches(transport.rank, NUM_BATCHES)[0]
     local, mean = expected_gradients(transport, recipe, recipe.build(), first_batch)
     with contextlib.ExitStack() as closing:
@@ -232,7 +228,7 @@ def measure(
             trials.append(slowest(transport, min(each.run_batch(0)[0] for _ in range(TRIAL_STEPS))))
         for each in contestants:
             each.batch = steps_per_batch(min(trials))
-        samples = take_turns(transport, contestants, seconds, told)
+        samples = take_turns(transport, contestants, seconds, tell, index)
         for each in contestants:
             if each.method.averages:
                 check_in_step(transport, each.module, each.name)

@@ -63,19 +63,14 @@ class MemoryRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPReport(Report):
+class DDPReport(Report[DDPSpec]):
     """The finished benchmark."""
 
     benchmark: ClassVar[str] = "ddp"
 
-    spec: DDPSpec
     steps: tuple[StepRow, ...]
     slow_link: tuple[StepRow, ...]
     memory: tuple[MemoryRow, ...]
-
-    @property
-    def order(self) -> DDPSpec:
-        return self.spec
 
     def fields(self) -> dict[str, Any]:
         return {

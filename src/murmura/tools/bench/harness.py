@@ -11,15 +11,16 @@ import os
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
 from murmura import Transport
 from murmura.tools.experiments.machine import Machine
+from murmura.tools.progress import Progress, Tell, silent
 
 MIN_ROUNDS = 5  # fewer, and a median means nothing
 
@@ -74,14 +75,15 @@ def take_turns(
     transport: Transport,
     contestants: Sequence[Contestant],
     seconds: float,
-    told: Callable[[float, int], None] = lambda fraction, rounds: None,
+    tell: Tell = silent,
+    stage: int = 0,
     min_rounds: int = MIN_ROUNDS,
 ) -> list[Sample]:
-    """Measure all for about `seconds` together; every rank returns the same. `told` hears how far it has come."""
+    """Measure all for about `seconds` together; every rank returns the same. Progress is told as that of `stage`."""
     rounds: list[list[Sequence[float]]] = []
     began = time.perf_counter()
     while (elapsed := slowest(transport, time.perf_counter() - began)) < seconds or len(rounds) < min_rounds:
-        told(min(elapsed / seconds, len(rounds) / min_rounds, 0.99), 0)
+        tell(Progress(stage, min(elapsed / seconds, len(rounds) / min_rounds, 0.99)))
         figures: list[Sequence[float]] = [()] * len(contestants)
         for turn in range(len(contestants)):
             place = (len(rounds) + turn) % len(contestants)  # nobody always follows the same one
@@ -89,7 +91,7 @@ def take_turns(
         rounds.append(figures)
     by_rank = transport.all_gather(torch.tensor(rounds, dtype=torch.float64))
     assert isinstance(by_rank, list)
-    told(1.0, len(rounds))
+    tell(Progress(stage, 1.0, len(rounds)))
     return [
         Sample(each.name, each.about, each.batch, [of_rank[:, place].tolist() for of_rank in by_rank])
         for place, each in enumerate(contestants)
@@ -116,21 +118,21 @@ class Order(Protocol):
         ...
 
 
+Spec = TypeVar("Spec", bound=Order)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Report(ABC):
+class Report(ABC, Generic[Spec]):
     """A finished benchmark."""
 
     benchmark: ClassVar[str]
     schema_version: ClassVar[int] = 1
 
+    spec: Spec
     contestants: dict[str, str]
     load_before: float
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     machine: Machine = field(default_factory=Machine.here)
-
-    @property
-    @abstractmethod
-    def order(self) -> Order: ...
 
     @abstractmethod
     def fields(self) -> dict[str, Any]:
@@ -150,7 +152,7 @@ class Report(ABC):
             "benchmark": self.benchmark,
             "schema_version": self.schema_version,
             "date": self.date,
-            "command": self.order.command(),
+            "command": self.spec.command(),
             "machine": asdict(self.machine),
             "load_before": self.load_before,
             "contestants": self.contestants,

@@ -165,17 +165,12 @@ class NetworkRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetworkReport(Report):
+class NetworkReport(Report[NetworkSpec]):
     """The finished benchmark."""
 
     benchmark: ClassVar[str] = "network"
 
-    spec: NetworkSpec
     rows: tuple[NetworkRow, ...]
-
-    @property
-    def order(self) -> NetworkSpec:
-        return self.spec
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -313,11 +308,7 @@ def measure(
             for each, step_seconds in zip(contestants, alone, strict=True):
                 sent = exchange_bytes(each.name, shapes, transport.world_size)
                 each.batch = steps_per_batch(each.name, step_seconds, sent / rate)
-
-            def told(fraction: float, rounds: int, index: int = index) -> None:
-                tell(Progress(index, fraction, rounds))
-
-            found.append(take_turns(transport, contestants, seconds, told, MIN_ROUNDS))
+            found.append(take_turns(transport, contestants, seconds, tell, index, MIN_ROUNDS))
         for each in contestants:
             if stays_together(each.name):
                 check_in_step(transport, each.module, each.name)

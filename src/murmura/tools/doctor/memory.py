@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from murmura.tools.doctor.cgroups import read_limits
 from murmura.tools.doctor.findings import Finding, Section, Status
+from murmura.tools.experiments.machine import available_bytes, physical_bytes
 
 LITTLE_BYTES = 2**30  # a rank with torch and a small model
 
@@ -29,23 +29,8 @@ class MemoryFacts:
 
 def gather(proc: Path = Path("/proc")) -> MemoryFacts:
     return MemoryFacts(
-        total_bytes=physical_bytes(), available_bytes=_available_bytes(proc), limit_bytes=read_limits().memory_bytes
+        total_bytes=physical_bytes(), available_bytes=available_bytes(proc), limit_bytes=read_limits().memory_bytes
     )
-
-
-def physical_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not a POSIX system, or one that does not say
-        return None
-
-
-def _available_bytes(proc: Path) -> int | None:
-    try:
-        lines = (proc / "meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def judge(facts: MemoryFacts) -> list[Finding]:

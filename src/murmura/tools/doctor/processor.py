@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from murmura.launch.plan import num_cores
 from murmura.tools.doctor.cgroups import read_limits
 from murmura.tools.doctor.findings import Finding, Section, Status
 
@@ -35,7 +36,7 @@ def gather(omp_num_threads: str | None = None) -> ProcessorFacts:
     cores = os.cpu_count() or 1
     return ProcessorFacts(
         cores=cores,
-        usable=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores,
+        usable=num_cores(),
         quota=read_limits().cpus,
         torch_threads=torch.get_num_threads(),
         omp_num_threads=omp_num_threads,

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from murmura.tools.doctor.findings import Finding, Section, Status
-from murmura.tools.doctor.memory import gib, physical_bytes
+from murmura.tools.doctor.memory import gib
+from murmura.tools.experiments.machine import physical_bytes
 from murmura.transports.shared_memory import futex
 
 RANK_BYTES = 4 * 2**30  # address space of a process that has imported torch, segment aside; generously

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from murmura import __version__
+from murmura.launch.plan import num_cores
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,29 @@ class Machine:
     def here(cls) -> Machine:
         return cls(
             cpu=_cpu_model(),
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cores=num_cores(),
             system=f"{platform.system()} {platform.release()} {platform.machine()}",
             python=platform.python_version(),
             torch=torch.__version__,
             murmura=__version__,
         )
+
+
+def available_bytes(proc: Path = Path("/proc")) -> int | None:
+    """The memory that a new program can have without swapping; None if the system does not say."""
+    try:
+        lines = (proc / "meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def physical_bytes() -> int | None:
+    """The memory of the machine; None if the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not a POSIX system, or one that does not say
+        return None
 
 
 def _cpu_model() -> str:
