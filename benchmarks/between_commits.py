@@ -10,7 +10,6 @@ faster. It needs an otherwise idle machine.
 
 import contextlib
 import copy
-import gc
 import importlib.util
 import itertools
 import json
@@ -34,9 +33,7 @@ Times = dict[str, tuple[float, float]]  # by measure: median seconds of murmura 
 
 
 def measure(transport: Any, folder: str) -> Times:
-    """What a rank does; every rank returns the same."""
     torch.set_num_threads(1)
-    gc.disable()
     gloo, group = gloo_groups(transport, folder)
     return {
         "all-reduce 4 KiB": all_reduce(transport, gloo, 4 * 2**10, num_buffers=64),

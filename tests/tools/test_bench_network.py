@@ -21,11 +21,11 @@ from murmura.algorithms import algorithm_named, algorithm_names
 from murmura.tools.bench import network
 from murmura.tools.bench import network_contestants as contestants
 from murmura.tools.bench.harness import Sample
+from murmura.tools.bench.models import MLP
 from murmura.tools.bench.network import (
     HEADER_BYTES,
     MODEL,
     Link,
-    NarrowLinkMLP,
     NetworkReport,
     NetworkSpec,
     deadlines,
@@ -52,7 +52,7 @@ from murmura.tools.options import parse_list
 from tools.lab.conditions import needs_namespaces
 from worlds import SECONDS, ExchangeOnly
 
-SMALL = NarrowLinkMLP(batch=2, layers=3, width=200)
+SMALL = MLP(batch=2, layers=3, width=200, momentum=0.0)
 SHAPES = [(200, 200), (200,)] * 3
 
 
@@ -259,7 +259,7 @@ def test_without_torch_there_is_no_ratio() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_interfaces_count_what_the_formulas_say() -> None:
-    model = NarrowLinkMLP(batch=2, layers=4, width=512)
+    model = MLP(batch=2, layers=4, width=512, momentum=0.0)
     told: list[Any] = []
     made = run_network(NetworkSpec(hosts=3, rates=("1gbit", "500mbit"), seconds=0.01, model=model), told.append)
     found = json.loads(made.to_json())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from murmura.tools.cli.main import app
 from murmura.tools.cli.output import digits
 from murmura.tools.experiments import comparison as comparing
 from murmura.tools.experiments import report as reports
+from murmura.tools.experiments.compare_rank import Murmura
 from murmura.tools.experiments.compare_spec import BLOCK_STEPS, TORCH_DDP, ComparisonSpec
 from murmura.tools.experiments.comparison import Row, common_target, contradictions, row_of, verdict
 from murmura.tools.experiments.recipes import WARMUP_SHARE, configuration, optimizer_for, parse_algorithms
@@ -124,6 +127,39 @@ def test_step_times_at_100_mbit_come_in_the_order_of_the_byte_formulas(tmp_path:
         share = WARMUP_SHARE if row.contestant == "qadam" else 0
         if row.formula_bytes is not None:
             assert row.step_bytes == pytest.approx(row.formula_bytes * (1 + 3 * share), rel=0.12)
+
+
+def train_in_turns(transport: Transport) -> tuple[list[str], list[str], int]:
+    """The threads of this rank's averaging during a turn of `async` and after it, and how many records there are."""
+    contestant = Murmura(transport, replace(SPEC, task="mlp"), "async")
+    seen: list[list[str]] = []
+
+    def averaging() -> list[str]:
+        own = f"rank{transport.rank}"
+        return [each.name for each in threading.enumerate() if "average" in each.name and each.name.endswith(own)]
+
+    advance = contestant.training.advance
+
+    def watched() -> float:
+        loss = advance()
+        seen.append(averaging())
+        return loss
+
+    contestant.training.advance = watched  # type: ignore[method-assign]
+    contestant.run_block()
+    contestant.run_block()
+    transport.barrier()
+    after = averaging()
+    transport.barrier()
+    contestant.close()
+    return seen[-1], after, len(contestant.records)
+
+
+def test_async_communicates_in_its_own_turns_only() -> None:
+    for during, after, num_records in run_world(train_in_turns, 2, timeout=SECONDS):
+        assert during
+        assert not after
+        assert num_records == 2 * BLOCK_STEPS
 
 
 # The formulas

@@ -113,10 +113,12 @@ class MLP(Model):
     batch: int = 32
     layers: int = 24
     width: int = 512
+    momentum: float = 0.9
 
     @property
     def about(self) -> str:
-        return f"MLP: {self.layers} linear layers of width {self.width}, {self.batch} rows a rank, SGD with momentum"
+        optimizer = "SGD with momentum" if self.momentum else "plain SGD"
+        return f"MLP: {self.layers} linear layers of width {self.width}, {self.batch} rows a rank, {optimizer}"
 
     def _module(self) -> nn.Module:
         layers: list[nn.Module] = []
@@ -129,7 +131,7 @@ class MLP(Model):
         return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
     def optimizer(self, module: nn.Module) -> Optimizer:
-        return SGD(module.parameters(), lr=1e-3, momentum=0.9)
+        return SGD(module.parameters(), lr=1e-3, momentum=self.momentum)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return functional.mse_loss(output, target)

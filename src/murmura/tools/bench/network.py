@@ -37,8 +37,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed
-from torch import nn
-from torch.optim import SGD, Optimizer
 
 from murmura import MurmuraError, Transport
 from murmura.algorithms import algorithm_names
@@ -80,23 +78,8 @@ class NetworkPeer(StrEnum):
     TORCH_DDP = "torch-ddp"  # as it comes, and with its own hooks for fp16 and PowerSGD
 
 
-@dataclass(frozen=True)
-class NarrowLinkMLP(MLP):
-    """An MLP that has much to send and little to compute: few rows a rank, and an optimizer without state."""
-
-    batch: int = 4
-    layers: int = 10
-    width: int = 1000
-
-    @property
-    def about(self) -> str:
-        return f"MLP: {self.layers} linear layers of width {self.width}, {self.batch} rows a rank, plain SGD"
-
-    def optimizer(self, module: nn.Module) -> Optimizer:
-        return SGD(module.parameters(), lr=1e-3)
-
-
-MODEL = NarrowLinkMLP()  # 10.01 million parameters
+# Much to send (10.01 million parameters) and little to compute: few rows a rank, and an optimizer without state.
+MODEL = MLP(batch=4, layers=10, width=1000, momentum=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +100,7 @@ class NetworkSpec:
     algorithms: tuple[str, ...] = tuple(algorithm_names())
     peers: tuple[NetworkPeer, ...] = (NetworkPeer.TORCH_DDP,)
     seconds: float = 120.0
-    model: NarrowLinkMLP = MODEL
+    model: MLP = MODEL
 
     def __post_init__(self) -> None:
         faults = []
