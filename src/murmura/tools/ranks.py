@@ -51,8 +51,8 @@ def first_error(folder: Path) -> str | None:
 
 def main(folder: Path) -> None:
     """A rank that was started by `command`."""
-    fn, args = pickle.loads((folder / CALL).read_bytes())
     try:
+        fn, args = pickle.loads((folder / CALL).read_bytes())
         with connect() as transport:
             found = fn(transport, *args)
             if transport.rank == 0:
