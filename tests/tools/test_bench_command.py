@@ -12,11 +12,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from murmura import ConfigError, MurmuraError, __version__
+from murmura import ConfigError, MurmuraError, __version__, run_world
 from murmura.tools.bench import mpiexec
 from murmura.tools.bench.all_reduce import AllReduceReport, AllReduceSpec, report_of
 from murmura.tools.bench.all_reduce_contestants import Peer
@@ -159,6 +160,16 @@ def test_numbers_show_the_digits_that_count(value: float, text: str) -> None:
     assert digits(value) == text
 
 
+def test_the_example_of_four_ranks_averages_and_trains_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module("four_ranks")
+    assert [mean.tolist() for mean in run_world(example.average, 4, kind="processes")] == [[2.5, 2.5, 2.5]] * 4
+    losses, weights = zip(*run_world(example.train, 4, kind="processes"), strict=True)
+    assert losses[0][-1] < losses[0][0] / 2
+    assert all(torch.equal(theirs, weights[0]) for theirs in weights)
+
+
+@pytest.mark.slow  # four new processes, each of which imports torch's compiler
 def test_the_example_of_four_ranks_runs() -> None:
     done = subprocess.run([sys.executable, EXAMPLES / "four_ranks.py"], capture_output=True, text=True, check=True)
     assert "rank 3 had 4s; the mean of all ranks is [2.5, 2.5, 2.5]" in done.stdout
