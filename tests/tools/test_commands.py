@@ -8,12 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 from typer.testing import CliRunner
 
-from murmura import ConfigError, MurmuraError, UsageError
-from murmura.algorithms import algorithm_names
+from murmura import DDP, Algorithm, ConfigError, InProcessTransport, MurmuraError, Transport, UsageError
+from murmura.algorithms import algorithm_named, algorithm_names
+from murmura.tools.bench.network_contestants import algorithm_of
 from murmura.tools.cli import report
 from murmura.tools.cli.main import app
+from murmura.tools.experiments import Training, loop, task_named
+from murmura.tools.experiments.recipes import configuration, described
 
 COMMANDS = ("train", "compare", "report", "bench", "doctor", "run", "lab", "algorithms")
 MURMURA = [sys.executable, "-m", "murmura"]
@@ -31,6 +35,23 @@ def test_the_names_of_algorithms_are_listed_with_what_each_stands_for() -> None:
     lines = CliRunner().invoke(app, ["algorithms"]).stdout.splitlines()
     assert [line.split()[0] for line in lines] == algorithm_names()
     assert lines[-1].endswith("DiLoCoAlgorithm(interval=20, outer_lr=0.7, outer_momentum=0.9, compressor=None)")
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_a_name_stands_for_one_configuration_in_every_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Algorithm] = []
+
+    class Watched(DDP):
+        def __init__(self, module: nn.Module, transport: Transport, *, algorithm: Algorithm) -> None:
+            used.append(algorithm)
+            super().__init__(module, transport, algorithm=algorithm)
+
+    monkeypatch.setattr(loop, "DDP", Watched)
+    (alone,) = InProcessTransport.create_group(1)
+    with alone:
+        Training(alone, task_named("mlp"), name, 10).close()  # train, compare and bench convergence
+    assert used == [algorithm_named(name)] == [algorithm_of(name)]  # and bench network
+    assert configuration(name, 10).startswith(described(used[0])), "what reports print"
 
 
 def completed(words: str) -> list[str]:

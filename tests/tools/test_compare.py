@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,13 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from murmura import DDP, Algorithm, AsyncModelAverageAlgorithm, TracedTransport, Transport, UsageError, run_world
+from murmura import DDP, TracedTransport, Transport, UsageError, run_world
 from murmura.algorithms import algorithm_named, algorithm_names
 from murmura.observe import Record
 from murmura.tools.cli.main import app
 from murmura.tools.cli.output import digits
 from murmura.tools.experiments import comparison as comparing
 from murmura.tools.experiments import report as reports
-from murmura.tools.experiments.compare_rank import Murmura
 from murmura.tools.experiments.compare_spec import BLOCK_STEPS, TORCH_DDP, ComparisonSpec
 from murmura.tools.experiments.comparison import Row, common_target, contradictions, row_of, verdict
 from murmura.tools.experiments.recipes import WARMUP_SHARE, configuration, optimizer_for, parse_algorithms
@@ -125,55 +122,16 @@ def test_step_times_at_100_mbit_come_in_the_order_of_the_byte_formulas(tmp_path:
     for row in rows:
         # Counted over all steps, with those in which QAdam warms up: then it sends four times as much.
         share = WARMUP_SHARE if row.contestant == "qadam" else 0
-        if row.formula_bytes is not None:
-            assert row.step_bytes == pytest.approx(row.formula_bytes * (1 + 3 * share), rel=0.12)
-
-
-def train_in_turns(transport: Transport) -> tuple[list[str], list[str], int]:
-    """The threads of this rank's averaging during a turn of `async` and after it, and how many records there are."""
-    contestant = Murmura(transport, replace(SPEC, task="mlp"), "async")
-    seen: list[list[str]] = []
-
-    def averaging() -> list[str]:
-        own = f"rank{transport.rank}"
-        return [each.name for each in threading.enumerate() if "average" in each.name and each.name.endswith(own)]
-
-    advance = contestant.training.advance
-
-    def watched() -> float:
-        loss = advance()
-        seen.append(averaging())
-        return loss
-
-    contestant.training.advance = watched  # type: ignore[method-assign]
-    contestant.run_block()
-    contestant.run_block()
-    transport.barrier()
-    after = averaging()
-    transport.barrier()
-    contestant.close()
-    return seen[-1], after, len(contestant.records)
-
-
-def test_async_communicates_in_its_own_turns_only() -> None:
-    for during, after, num_records in run_world(train_in_turns, 2, timeout=SECONDS):
-        assert during
-        assert not after
-        assert num_records == 2 * BLOCK_STEPS
+        assert row.step_bytes == pytest.approx(row.formula_bytes * (1 + 3 * share), rel=0.12)
 
 
 # The formulas
 
 
-def of_name(name: str) -> Algorithm:
-    """By the clock no formula says what `async` sends, so it counts rounds here."""
-    return AsyncModelAverageAlgorithm(sync_interval_rounds=4) if name == "async" else algorithm_named(name)
-
-
 def sent_per_step(transport: Transport, name: str, steps: int) -> float:
     traced = TracedTransport(transport)
     model = nn.Sequential(nn.Linear(256, 255, bias=False))
-    ddp = DDP(model, ExchangeOnly(traced), algorithm=of_name(name), broadcast_buffers=False)
+    ddp = DDP(model, ExchangeOnly(traced), algorithm=algorithm_named(name), broadcast_buffers=False)
     optimizer = optimizer_for(name, ddp, 1e-3, steps)
     before = 0
     for step in range(2 * steps):
@@ -191,7 +149,7 @@ def sent_per_step(transport: Transport, name: str, steps: int) -> float:
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_algorithm_sends_what_its_formula_says(name: str, size: int) -> None:
     sent = run_world(sent_per_step, size, name, 20, timeout=SECONDS)
-    assert sum(sent) / size == pytest.approx(bytes_per_step(of_name(name), 256 * 255, size), rel=0.01)
+    assert sum(sent) / size == pytest.approx(bytes_per_step(algorithm_named(name), 256 * 255, size), rel=0.01)
 
 
 # Rows and sentences, from runs made up here
@@ -272,9 +230,6 @@ def test_step_times_against_the_formulas_are_noticed() -> None:
     assert contradictions([slow, wrong]) == [(wrong, slow)]
     # By the formulas 320 and 80 ms on the link, beside 400 ms of computing that may hide the first.
     runs = [made_up("shift_one", 405.0, [1.0], compute_ms=400.0), made_up("bytegrad", 481.0, [1.0], compute_ms=400.0)]
-    assert contradictions([row_of(run, 1.0, 10**6) for run in runs]) == []
-    # Of what the clock drives nothing is predicted.
-    runs = [made_up("async", 900.0, [1.0]), made_up("gradient_allreduce", 400.0, [1.0])]
     assert contradictions([row_of(run, 1.0, 10**6) for run in runs]) == []
 
 

@@ -17,7 +17,7 @@ rows                one for each rate and contestant:
                     rounds
     bytes_by_host   the same for each host
     payload_bytes   `bytes` without the headers of Ethernet, IP and TCP
-    formula_bytes   what a rank must send in a step, without the headers of a network; absent if the clock decides
+    formula_bytes   what a rank must send in a step, without the headers of a network
     ratio           torch DDP's step_ms / this: above 1, faster than torch's DDP; absent if that was not measured
     rounds, batch   how often it was measured, and how many steps were timed together each time
 """
@@ -48,7 +48,6 @@ from murmura.tools.bench.network_contestants import (
     BARE,
     TORCH_DDP,
     TORCHS,
-    exchange_bytes,
     formula_bytes,
     method_of,
     period,
@@ -136,7 +135,7 @@ class NetworkRow:
     bytes: float
     bytes_by_host: tuple[float, ...]
     payload_bytes: float
-    formula_bytes: float | None
+    formula_bytes: float
     ratio: float | None
     rounds: int
     batch: int
@@ -198,7 +197,7 @@ def run_network(spec: NetworkSpec, on_progress: Tell = silent) -> NetworkReport:
 def deadlines(spec: NetworkSpec, shapes: Sequence[Sequence[int]]) -> tuple[float, float]:
     """Seconds that one wait of a rank, and the whole measurement, may take at most."""
     slowest_rate = min(parse_rate(rate) for rate in spec.rates)
-    periods = [exchange_bytes(name, shapes, spec.hosts) / slowest_rate for name in spec.contestants()]
+    periods = [period(name) * formula_bytes(name, shapes, spec.hosts) / slowest_rate for name in spec.contestants()]
     rounds = len(spec.rates) * (spec.seconds + (MIN_ROUNDS + 1) * SLACK * sum(periods))
     return START_SECONDS / 2 + SLACK * max(periods), START_SECONDS + SLACK * rounds
 
@@ -289,8 +288,8 @@ def measure(
                 link.take(index)
             transport.barrier()
             for each, step_seconds in zip(contestants, alone, strict=True):
-                sent = exchange_bytes(each.name, shapes, transport.world_size)
-                each.batch = steps_per_batch(each.name, step_seconds, sent / rate)
+                sent = formula_bytes(each.name, shapes, transport.world_size)
+                each.batch = steps_per_batch(each.name, step_seconds + sent / rate)
             found.append(take_turns(transport, contestants, seconds, tell, index, MIN_ROUNDS))
         for each in contestants:
             if stays_together(each.name):

@@ -24,7 +24,6 @@ from murmura import (
     Transport,
 )
 from murmura.algorithms import algorithm_named
-from murmura.errors import UsageError
 from murmura.tools.bench.models import Model
 from murmura.tools.bench.steps import Method, Wrapped, bare, murmura_ddp
 from murmura.tools.experiments.traffic import bytes_per_step
@@ -45,7 +44,10 @@ def algorithm_of(name: str) -> Algorithm | None:
 
 def period(name: str) -> int:
     """After how many steps a contestant has done all it does: steps are timed in multiples of it."""
-    return int(getattr(algorithm_of(name), "interval", 1))
+    algorithm = algorithm_of(name)
+    if isinstance(algorithm, AsyncModelAverageAlgorithm):
+        return algorithm.sync_interval_rounds or 1
+    return int(getattr(algorithm, "interval", 1))
 
 
 def warm_up_steps(name: str) -> int:
@@ -59,21 +61,17 @@ def stays_together(name: str) -> bool:
     return name != BARE and not isinstance(algorithm_of(name), gossip)
 
 
-def steps_per_batch(name: str, step_seconds: float, exchange_seconds: float) -> int:
-    """How many steps to time together: whole periods; by the clock, those that one exchange and its pause last."""
-    if period(name) > 1:
-        return period(name)
-    algorithm = algorithm_of(name)
-    if isinstance(algorithm, AsyncModelAverageAlgorithm):
-        return math.ceil((algorithm.sync_interval_ms / 1000 + exchange_seconds) / step_seconds)
-    return max(1, min(MAX_BATCH_STEPS, math.ceil(BATCH_SECONDS / (step_seconds + exchange_seconds))))
+def steps_per_batch(name: str, step_seconds: float) -> int:
+    """How many steps of about `step_seconds` to time together."""
+    few = max(1, min(MAX_BATCH_STEPS, math.ceil(BATCH_SECONDS / step_seconds)))
+    return period(name) if period(name) > 1 else few
 
 
-def formula_bytes(name: str, shapes: Sequence[Sequence[int]], num_ranks: int) -> float | None:
+def formula_bytes(name: str, shapes: Sequence[Sequence[int]], num_ranks: int) -> float:
     """What a rank must send for a step, the mean over ranks and a period: parameters of these `shapes`, float32.
 
     torch's DDP all-reduces all elements, in fp16 half of the bytes, in PowerSGD of rank 1 h + w elements for a matrix
-    of h x w. None for an algorithm that is driven by the clock.
+    of h x w.
     """
     numel = sum(_product(shape) for shape in shapes)
     all_reduce = GradientAllReduceAlgorithm()
@@ -83,16 +81,7 @@ def formula_bytes(name: str, shapes: Sequence[Sequence[int]], num_ranks: int) ->
         return bytes_per_step(all_reduce, sum(_low_rank(shape) for shape in shapes), num_ranks)
     if name == FP16:
         return bytes_per_step(all_reduce, numel, num_ranks) / 2
-    try:
-        return bytes_per_step(algorithm_of(name) or all_reduce, numel, num_ranks)
-    except UsageError:
-        return None
-
-
-def exchange_bytes(name: str, shapes: Sequence[Sequence[int]], num_ranks: int) -> float:
-    """What a rank sends in a period; in one exchange of an algorithm that is driven by the clock."""
-    formula = formula_bytes(name, shapes, num_ranks)
-    return period(name) * formula if formula is not None else formula_bytes(TORCH_DDP, shapes, num_ranks) or 0.0
+    return bytes_per_step(algorithm_of(name) or all_reduce, numel, num_ranks)
 
 
 def _low_rank(shape: Sequence[int]) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from murmura import DDP, Algorithm, AsyncModelAverageAlgorithmImpl, Transport, __version__
+from murmura import DDP, Algorithm, Transport, __version__
 from murmura.tools.bench.harness import Contestant
 from murmura.tools.bench.models import Batch, Model
 from murmura.tools.experiments.gloo import LOOPBACK, gloo_group
@@ -27,7 +27,7 @@ SENT_BYTES, SENT_PACKETS = CPU + 1, CPU + 2
 
 
 def nothing() -> None:
-    """What most contestants do here."""
+    """What closing a contestant that holds nothing takes."""
 
 
 def plain_backward(loss: Tensor) -> None:
@@ -41,14 +41,11 @@ class Wrapped:
     Attributes:
         forward: what to call for the forward pass.
         backward: runs the backward pass on a loss.
-        resume, pause: begin and end a turn.
         close: lets go of what it holds.
     """
 
     forward: nn.Module
     backward: Callable[[Tensor], None] = plain_backward
-    resume: Callable[[], None] = nothing
-    pause: Callable[[], None] = nothing
     close: Callable[[], None] = nothing
 
 
@@ -112,7 +109,6 @@ class TrainingStep(Contestant):
         self._num_steps += 1
 
     def run_batch(self, number: int) -> list[float]:
-        self._wrapped.resume()
         self._transport.barrier()
         before = self._traffic() if self._traffic else None
         spent = [0.0] * len(PHASES)
@@ -126,7 +122,6 @@ class TrainingStep(Contestant):
                 spent[phase] += seconds
             last = ended
         figures = [last - began, *spent, time.process_time() - cpu_began]
-        self._wrapped.pause()
         if self._traffic and before:
             self._transport.barrier()  # what was sent has arrived
             sent = self._traffic() - before
@@ -157,9 +152,6 @@ def murmura_ddp(name: str, transport: Transport, *, algorithm: Algorithm | None 
 
     def wrap(module: nn.Module) -> Wrapped:
         ddp = DDP(module, transport, algorithm=algorithm, **options)
-        running = ddp.algorithm
-        if isinstance(running, AsyncModelAverageAlgorithmImpl):  # by the clock, it would disturb the others' turns
-            return Wrapped(ddp, resume=running.resume, pause=running.abort, close=ddp.close)
         return Wrapped(ddp, close=ddp.close)
 
     return Method(name, _about(transport, algorithm, options), wrap)

@@ -155,7 +155,7 @@ def network_table(report: NetworkReport, rate: str) -> Table:
             spread(row.step_ms, row.quartiles),
             ratio(row.ratio),
             digits(row.payload_bytes / 1e6),
-            "-" if row.formula_bytes is None else digits(row.formula_bytes / 1e6),
+            digits(row.formula_bytes / 1e6),
             f"{row.bytes_off:+.1%}" if row.formula_bytes else "-",
         )
     return table

@@ -94,7 +94,7 @@ def command(
     charlm is a small transformer that reads Python's own documentation, markov one that reads text of a known entropy,
     mlp a perceptron whose ranks have unlike data. Everything about the run is kept in a folder: settings and result
     (run.json), a record for each step and rank (metrics), checkpoints. Ctrl-C ends all ranks; `--resume` goes on to
-    the same bits, except with `async`, which the clock drives.
+    the same bits.
 
     For example: `murmura train --task charlm --ranks 4 --algorithm bytegrad --bandwidth 100mbit`
     """

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from murmura import AsyncModelAverageAlgorithmImpl, ThrottledTransport, Transport, __version__
+from murmura import ThrottledTransport, Transport, __version__
 from murmura.observe import JSONLines, Observer, Record
 from murmura.tools.experiments.compare_spec import BASELINE, BLOCK_STEPS, LOCAL, TORCH_DDP, ComparisonSpec
 from murmura.tools.experiments.gloo import gloo_group
@@ -56,14 +56,9 @@ class Murmura:
         self.close = self.training.close
 
     def run_block(self) -> None:
-        algorithm = self.training.ddp.algorithm
-        if isinstance(algorithm, AsyncModelAverageAlgorithmImpl):
-            algorithm.resume()
         with Observer(self.training.ddp, [self.records.append]) as observer:
             for _ in range(BLOCK_STEPS):
                 observer.log(loss=self.training.advance())
-        if isinstance(algorithm, AsyncModelAverageAlgorithmImpl):
-            algorithm.abort()  # by the clock, it would communicate during the turns of the others
 
 
 class Torch:

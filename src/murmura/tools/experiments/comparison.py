@@ -44,7 +44,7 @@ class Row:
         step_ms: of the slowest rank; the median over turns of `BLOCK_STEPS` steps.
         compute_ms: the part of a step in which a rank does not wait; None for torch's DDP, of which it is not known.
         step_bytes: what a rank sends in a step: as the link counted where it can, else from the operations called.
-        formula_bytes: the same by the algorithm's formula; None for one that is driven by the clock.
+        formula_bytes: the same by the algorithm's formula.
     """
 
     link: str
@@ -54,7 +54,7 @@ class Row:
     step_ms: float
     compute_ms: float | None
     step_bytes: float
-    formula_bytes: float | None
+    formula_bytes: float
     final_loss: float
     consensus_distance: float
 
@@ -167,12 +167,9 @@ def row_of(run: Run, target: float, num_parameters: int) -> Row:
     )
 
 
-def formula_bytes(contestant: str, num_parameters: int, num_ranks: int) -> float | None:
-    """What a rank sends in most of its steps: those of QAdam after its warm-up. None if only the clock knows."""
-    try:
-        return bytes_per_step(_algorithm(contestant), num_parameters, num_ranks)
-    except UsageError:
-        return None
+def formula_bytes(contestant: str, num_parameters: int, num_ranks: int) -> float:
+    """What a rank sends in most of its steps: those of QAdam after its warm-up."""
+    return bytes_per_step(_algorithm(contestant), num_parameters, num_ranks)
 
 
 def _algorithm(contestant: str) -> Algorithm:
@@ -190,8 +187,6 @@ def predicted_ms(row: Row, compute_ms: float) -> tuple[float, float]:
     Both are the same but for algorithms whose exchange travels while the next gradients are computed: how much of it
     that hides is left open.
     """
-    if row.formula_bytes is None:
-        return compute_ms, float("inf")
     link_ms = 0.0 if row.link == LOCAL else row.formula_bytes / parse_rate(row.link) * 1000
     hides = isinstance(_algorithm(row.contestant), DecentralizedAlgorithm | AsyncModelAverageAlgorithm)
     total_ms = compute_ms + link_ms
