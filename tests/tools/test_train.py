@@ -89,9 +89,15 @@ def test_a_trace_has_a_process_for_each_rank(tmp_path: Path) -> None:
 # Interruption
 
 
+def heed_interrupts() -> None:
+    """A shell lets what it runs in the background ignore Ctrl-C, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(*arguments: str) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "murmura", "train", *arguments]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(words, **pipes, text=True, start_new_session=True, preexec_fn=heed_interrupts)
 
 
 def await_path(path: Path, process: subprocess.Popen[str]) -> None:
