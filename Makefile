@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(BIN)/murmura train --task charlm --ranks 4 --steps 600
-	$(BIN)/murmura compare --algorithms gradient_allreduce,bytegrad,local_sgd --ranks 4 --bandwidth 100mbit --steps 64
+	$(BIN)/murmura compare --algorithms gradient_allreduce,bytegrad,local_sgd --ranks 4 --bandwidth 100mbit --steps 80
 
 lint: $(READY)
 	$(BIN)/ruff check .

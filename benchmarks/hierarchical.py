@@ -1,11 +1,11 @@
 """All-reduce on hosts with several ranks each: the hierarchical transport beside Gloo over all ranks.
 
-Hosts are those of murmura.lab: each link is shaped in both directions. The two take turns in one world, and each
+Hosts are those of murmura.tools.lab: each link is shaped in both directions. The two take turns in one world, and each
 round begins with the other one. Of S bytes Gloo's ring puts 2 (n - 1) / n x S on each host's link for n ranks, the
 hierarchical transport 2 (h - 1) / h x S for h hosts: for 2 hosts of 2 ranks it can be 1.5 times as fast at best.
 Needs root and iproute2.
 
-    python benchmarks/hierarchical.py --hosts 2 --ranks-per-host 2 --rate 1gbit --json hierarchical.json
+    python benchmarks/hierarchical.py --hosts 2 --ranks-per-host 2 --bandwidth 1gbit --json hierarchical.json
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 import murmura
 from murmura import DistributedConfig, Transport, TransportKind
-from murmura.lab import Hosts
+from murmura.tools.lab import Hosts
 
 CONTESTANTS = ("hierarchical", "gloo")
 
@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=2)
-    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--bandwidth", default="1gbit")
     parser.add_argument("--bytes", type=int, default=25 * 2**20)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", metavar="FILE")
@@ -85,7 +85,7 @@ def main() -> None:
         measure_rank(arguments.bytes, arguments.rounds, arguments.rank_of)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the namespaces go too
-    with Hosts(arguments.hosts, arguments.rate) as hosts:
+    with Hosts(arguments.hosts, arguments.bandwidth) as hosts:
         times = measure(hosts, arguments.ranks_per_host, arguments.bytes, arguments.rounds)
     num_hosts, num_ranks = arguments.hosts, arguments.hosts * arguments.ranks_per_host
     share: Callable[[int], float] = lambda n: 2 * (n - 1) / n  # noqa: E731
@@ -104,7 +104,7 @@ def main() -> None:
     limit = sent["gloo"] / sent["hierarchical"] if num_hosts > 1 else float("inf")
     print(
         f"all-reduce of {arguments.bytes} bytes, {num_hosts} hosts x {arguments.ranks_per_host} ranks, "
-        f"{arguments.rate}, median of {arguments.rounds}"
+        f"{arguments.bandwidth}, median of {arguments.rounds}"
     )
     print(f"{'transport':<14}{'ms':>8}{'Gbit/s each way':>18}{'against Gloo':>15}{'limit':>8}")
     for row, most in zip(rows, (limit, 1.0), strict=True):
@@ -113,7 +113,7 @@ def main() -> None:
             f"{row['ratio']:>14.2f}x{most:>7.2f}x"
         )
     if arguments.json:
-        told = {"hosts": num_hosts, "ranks": num_ranks, "rate": arguments.rate, "bytes": arguments.bytes}
+        told = {"hosts": num_hosts, "ranks": num_ranks, "rate": arguments.bandwidth, "bytes": arguments.bytes}
         report = {**told, "limit": limit, "rows": rows, "seconds": times}
         Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
 

@@ -24,7 +24,7 @@ import torch
 
 import murmura
 from murmura import observe
-from murmura.benchmarks.models import CharLM
+from murmura.tools.bench.models import CharLM
 
 NUM_BATCHES = 8
 WARM_UP_PAIRS = 5

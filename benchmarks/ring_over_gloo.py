@@ -1,8 +1,8 @@
 """How much of a 1 Gbit/s link murmura's ring over Gloo uses, in both directions at once, beside iperf3.
 
-Hosts are those of murmura.lab: each link is shaped in both directions. Needs root, iproute2 and iperf3.
+Hosts are those of murmura.tools.lab: each link is shaped in both directions. Needs root, iproute2 and iperf3.
 
-    python benchmarks/ring_over_gloo.py --hosts 2 --rate 1gbit --json ring.json
+    python benchmarks/ring_over_gloo.py --hosts 2 --bandwidth 1gbit --json ring.json
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 import murmura
 from murmura.collectives import ring
-from murmura.lab import Hosts
+from murmura.tools.lab import Hosts
 
 
 def iperf3_rate(hosts: Hosts, seconds: int) -> float:
@@ -77,7 +77,7 @@ def measure(hosts: Hosts, num_bytes: int, seconds: float) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--bandwidth", default="1gbit")
     parser.add_argument("--bytes", type=int, default=25 * 2**20)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--json", metavar="FILE")
@@ -87,7 +87,7 @@ def main() -> None:
         measure_rank(arguments.bytes, arguments.seconds, arguments.rank_of)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the namespaces go too
-    with Hosts(arguments.hosts, arguments.rate) as hosts:
+    with Hosts(arguments.hosts, arguments.bandwidth) as hosts:
         before = iperf3_rate(hosts, 5)
         measured = measure(hosts, arguments.bytes, arguments.seconds)
         after = iperf3_rate(hosts, 5)
@@ -102,7 +102,7 @@ def main() -> None:
     if arguments.json:
         row = {
             "hosts": arguments.hosts,
-            "rate": arguments.rate,
+            "rate": arguments.bandwidth,
             "iperf3_bytes_per_second": limit,
             "ratio": rate / limit,
         }

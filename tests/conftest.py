@@ -39,8 +39,11 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> None:
-    """Start the server that ranks are forked from with pytest imported: a rank then starts in milliseconds."""
-    multiprocessing.set_forkserver_preload(["torch", "murmura", "pytest"])
+    """Start the server that ranks are forked from with pytest imported: a rank then starts in milliseconds.
+
+    The first optimizer of a process makes torch import its compiler, which takes more than a second of every rank.
+    """
+    multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "murmura", "pytest"])
     multiprocessing.forkserver.ensure_running()
 
 

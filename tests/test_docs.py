@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from murmura.experiments import Curve
+from murmura.tools.experiments import Curve, convergence
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -50,8 +49,7 @@ def test_links_to_headings_find_them(page: Path) -> None:
 
 
 def test_the_table_of_convergence_is_that_of_the_last_experiment() -> None:
-    """`benchmarks/convergence.py --page docs/algorithms.md` writes it, with the charts and the JSON."""
+    """`murmura bench convergence --page docs/algorithms.md` writes it, with the charts and the JSON."""
     page = (ROOT / "docs" / "algorithms.md").read_text()
     curves = json.loads((ROOT / "docs" / "figures" / "convergence.json").read_text())["curves"]
-    with_table = runpy.run_path(str(ROOT / "benchmarks" / "convergence.py"))["with_table"]
-    assert page == with_table(page, [Curve(**each) for each in curves])
+    assert page == convergence.with_table(page, [Curve(**each) for each in curves])

@@ -17,7 +17,7 @@ from torch import nn
 
 from ddp.models import on_ranks
 from murmura import DDP, Transport
-from murmura.cli.main import app
+from murmura.tools.cli.main import app
 from test_docs import blocks
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -27,34 +27,44 @@ LAYERS = (
     {"ddp"},
     {"data", "recovery", "launch"},
     {"integrations"},
-    {"experiments", "lab"},
-    {"", "__init__"},  # the package itself, which imports what it exports
-    {"benchmarks", "diagnosis"},
-    {"cli", "__main__"},
+    {"", "__init__", "lab", "__main__"},  # the package itself, which imports what it exports
+    # The second floor: programs, which the library never imports.
+    {"tools", "tools.ranks", "tools.progress", "tools.options"},
+    {"tools.lab"},
+    {"tools.experiments"},
+    {"tools.bench", "tools.doctor"},
+    {"tools.cli"},
 )
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
+DOORS = {"lab": "tools.lab", "__main__": "tools.cli"}  # the only modules that lead to the second floor, and where to
 
 THIRD_PARTIES = {"torch", "numpy"}
 EXTRA_THIRD_PARTIES = {
     "compressors": {"triton"},
-    "cli": {"typer", "rich"},
+    "tools.cli": {"typer", "rich"},
     "integrations": {"lightning", "pytorch_lightning", "accelerate", "ray"},
-    "benchmarks": {"mpi4py"},
+    "tools.bench": {"mpi4py"},
 }
 MAX_LINES = 400
 STORE_MODULES = ("process_group", "signed_store", "watched_store", "diary")  # besides rendezvous
 
 
 def top(path: PurePosixPath) -> str:
-    """What a file belongs to in `LAYERS`: "config.py" → "config", "cli/main.py" → "cli"."""
-    return path.parts[0].removesuffix(".py")
+    """What a file belongs to in `LAYERS`: "config.py" → "config", "tools/cli/main.py" → "tools.cli"."""
+    return layer(path.with_suffix("").parts)
+
+
+def layer(parts: Sequence[str]) -> str:
+    """The entry of `LAYERS` for a module: its first name, of a tool its first two."""
+    named = [part for part in parts if part != "__init__"] or ["__init__"]
+    return ".".join(named[:2]) if named[0] == "tools" else named[0]
 
 
 def may_import_torch_distributed(path: PurePosixPath) -> bool:
     return (
-        path in {PurePosixPath(f"transports/{name}.py") for name in STORE_MODULES}
+        path.as_posix() in {*(f"transports/{name}.py" for name in STORE_MODULES), "tools/experiments/gloo.py"}
         or "rendezvous" in path.with_suffix("").parts
-        or top(path) in {"launch", "integrations", "benchmarks"}
+        or top(path) in {"launch", "integrations", "tools.bench"}
     )
 
 
@@ -93,9 +103,9 @@ def import_faults(path: PurePosixPath, name: str) -> Iterator[str]:
     first, _, rest = name.partition(".")
     own = top(path)
     if first == "murmura":
-        target = rest.partition(".")[0]
+        target = layer(rest.split("."))
         level = LAYER_OF.get(target, LAYER_OF[""])  # a name of the package itself, not of a layer
-        if level > LAYER_OF[own]:
+        if level > LAYER_OF[own] and DOORS.get(own) != target:
             yield f"{own} imports {name}, which is a layer above it"
     elif first not in sys.stdlib_module_names:
         allowed = THIRD_PARTIES | EXTRA_THIRD_PARTIES.get(own, set())
@@ -167,21 +177,29 @@ def test_the_package_keeps_the_rules() -> None:
         ("collectives/ring.py", "import importlib\nimportlib.import_module('murmura.ddp')"),
         ("algorithms/base.py", "if TYPE_CHECKING:\n    from murmura.ddp import DDP"),
         ("ddp/ddp.py", "from murmura.launch import run_world"),
-        ("experiments/compare.py", "from murmura.benchmarks import report"),
-        ("benchmarks/report.py", "from murmura.cli import main"),
+        ("tools/experiments/comparison.py", "from murmura.tools.bench import report"),
+        ("tools/lab/hosts.py", "from murmura.tools import experiments"),
+        ("tools/bench/report.py", "from murmura.tools.cli import main"),
+        ("launch/world.py", "from murmura.tools.lab import Hosts"),
+        ("launch/world.py", "from murmura.lab import Hosts"),
+        ("launch/world.py", "def f():\n    from murmura.tools import bench"),
+        ("launch/world.py", "import importlib\nimportlib.import_module('murmura.tools.lab')"),
+        ("__init__.py", "def __getattr__(name):\n    import murmura.tools.lab"),
+        ("lab.py", "from murmura.tools.experiments import TASKS"),
         ("helpers.py", ""),
         ("transports/in_process.py", "import torch.distributed as dist"),
         ("transports/in_process.py", "from torch import distributed"),
         ("transports/in_process.py", "from torch.distributed import ProcessGroup"),
         ("ddp/ddp.py", "import torch\ntorch.distributed.barrier()"),
+        ("tools/experiments/comparison.py", "import torch.distributed"),
         ("launch/world.py", "import typer"),
-        ("benchmarks/report.py", "from rich.table import Table"),
+        ("tools/bench/report.py", "from rich.table import Table"),
         ("algorithms/base.py", "import pandas"),
         ("ddp/ddp.py", "import lightning"),
         ("launch/world.py", "import os\nos.environ['RANK']"),
         ("launch/world.py", "import os as system\nsystem.getenv('RANK')"),
         ("launch/world.py", "from os import environ"),
-        ("__init__.py", "from murmura.cli import main"),
+        ("__init__.py", "from murmura.tools.cli import main"),
         ("config.py", "\n" * 401),
     ],
 )
@@ -192,17 +210,17 @@ def test_a_broken_rule_is_found(path: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("__init__.py", "from murmura.ddp import DDP\nfrom murmura import lab"),
+        ("__init__.py", "from murmura.ddp import DDP\nimport importlib\nimportlib.import_module('murmura.lab')"),
+        ("lab.py", "from murmura.tools.lab import Hosts"),
+        ("__main__.py", "from murmura.tools.cli.main import app"),
         ("types.py", "from murmura.errors import ConfigError"),
         ("collectives/ring.py", "import torch\nfrom . import chunks\nfrom ..types import ReduceOp"),
         ("launch/world.py", "from murmura.recovery import Checkpointer\nimport torch.distributed.elastic"),
         ("transports/process_group.py", "import torch.distributed as dist"),
         ("transports/rendezvous.py", "from torch.distributed import Store"),
-        ("benchmarks/report.py", "import mpi4py, numpy\nfrom murmura.lab import Hosts"),
-        (
-            "cli/main.py",
-            "import typer\nfrom rich.table import Table\nfrom murmura import benchmarks, run_world",
-        ),
+        ("tools/bench/report.py", "import mpi4py, numpy\nfrom murmura.tools.lab import Hosts"),
+        ("tools/experiments/comparison.py", "from murmura.tools.lab import Hosts\nfrom murmura import run_world"),
+        ("tools/cli/main.py", "import typer\nfrom rich.table import Table\nfrom murmura.tools import bench"),
         ("config.py", "import os\nos.environ\n" + "\n" * 398),
         ("launch/world.py", "import os\nos.getpid()"),
     ],

@@ -14,7 +14,7 @@ NOT_A_UNIX = """
 import sys
 for name in ("fcntl", "resource", "pwd", "grp", "termios"):
     sys.modules[name] = None
-import murmura, murmura.cli.main
+import murmura, murmura.tools.cli.main
 print(murmura.run_world(lambda transport: transport.rank, 2))
 """
 

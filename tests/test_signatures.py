@@ -81,7 +81,7 @@ SIGNATURES = {
     "ErrorFeedback": "inner",
     "Algorithm": "",
     "Algorithm.reify": "self, process_group",
-    "AlgorithmImpl": "process_group",
+    "AlgorithmImpl": "process_group, **choices",
     "AlgorithmImpl.setup": "self, replica",
     "AlgorithmImpl.before_forward": "self",
     "AlgorithmImpl.on_bucket_ready": "self, bucket",
@@ -125,7 +125,7 @@ SIGNATURES = {
     "observe.latest_records": "folder",
     "observe.merge_traces": "folder, file",
 }
-# Each has an Impl that takes the process group first and then the same.
+# Each has an Impl that takes the process group first and then the same by name.
 ALGORITHMS = {
     "GradientAllReduceAlgorithm": "hierarchical=False, average=True, *, compressor=None",
     "DecentralizedAlgorithm": "hierarchical=True, peer_selection_mode='all', communication_interval=1",
@@ -137,7 +137,7 @@ ALGORITHMS = {
     "DiLoCoAlgorithm": "interval, outer_lr=0.7, outer_momentum=0.9, *, compressor=None",
 }
 SIGNATURES |= ALGORITHMS
-SIGNATURES |= {f"{name}Impl": f"process_group, {options}" for name, options in ALGORITHMS.items()}
+SIGNATURES |= {f"{name}Impl": "process_group, **choices" for name in ALGORITHMS}
 
 ATTRIBUTES = {
     "AlgorithmImpl": ["exchanges"],

@@ -1,6 +1,8 @@
 """murmura keeps the replicas of a PyTorch model together while they train; `__all__` is the public interface."""
 
-from murmura import data, lab, observe
+from types import ModuleType
+
+from murmura import data, observe
 from murmura.aggregation import (
     AllReduceAggregator,
     GradientAggregator,
@@ -129,3 +131,12 @@ __all__ = [
     "run_world",
     "seed_everything",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Load `murmura.lab` on first use: it is a tool, and few programs need it."""
+    if name == "lab":
+        import importlib
+
+        return importlib.import_module("murmura.lab")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """``python -m murmura`` is the command ``murmura``."""
 
-from murmura.cli.main import app
+from murmura.tools.cli.main import app
 
 if __name__ == "__main__":
     app(prog_name="murmura")

@@ -10,9 +10,9 @@ from torch import nn
 
 from ddp.models import values
 from murmura import DDP, Transport, run_world
-from murmura.benchmarks.ddp_contestants import BARE, MURMURA
-from murmura.benchmarks.ddp_memory import measure_memory
-from murmura.benchmarks.models import MODELS
+from murmura.tools.bench.ddp import BARE, MURMURA, step_method
+from murmura.tools.bench.memory import measure_memory
+from murmura.tools.bench.models import MODELS
 from worlds import SECONDS
 
 
@@ -26,7 +26,9 @@ def test_no_more_memory_than_under_torchs_wrapper(model: str, tmp_path: Path) ->
     for name in (MURMURA, "torch-ddp", BARE):
         folder = tmp_path / name
         folder.mkdir()
-        used[name], *_ = run_world(measure_memory, 2, recipe, name, folder, kind="processes", timeout=SECONDS)
+        used[name], *_ = run_world(
+            measure_memory, 2, step_method, recipe, name, folder, kind="processes", timeout=SECONDS
+        )
     ours, theirs = ((used[name] - used[BARE]) / recipe.num_bytes() for name in (MURMURA, "torch-ddp"))
     assert ours < theirs + 0.1
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lab.conditions import needs_namespaces
 from launch.scripts import COMMAND, murmura_run
-from murmura.lab import Hosts
+from murmura.tools.lab import Hosts
+from tools.lab.conditions import needs_namespaces
 
 pytestmark = needs_namespaces
 

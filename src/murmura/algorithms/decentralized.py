@@ -38,13 +38,14 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
     exchanges = Exchanges.WEIGHTS
 
+    hierarchical: bool
     peer_selection_mode: PeerSelection
     communication_interval: int
 
-    def __init__(self, process_group: Transport, *, hierarchical: bool, **choices: Any) -> None:
+    def __init__(self, process_group: Transport, **choices: Any) -> None:
         super().__init__(process_group, **choices)
         self._channel = process_group.channel("average")
-        self._hierarchy = Hierarchy(self._channel, hierarchical)
+        self._hierarchy = Hierarchy(self._channel, self.hierarchical)
         self._background = BackgroundExchanges(f"{self._channel.name}-rank{self._channel.rank}")
         self._pending: PendingExchange | None = None
         self._incoming: dict[tuple[torch.dtype, torch.device], Tensor] = {}

@@ -29,13 +29,14 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     exchanges = Exchanges.GRADIENTS
     works_alone = False
 
+    hierarchical: bool = False
     average: bool = True
     compressor: Compressor | None = None
 
-    def __init__(self, process_group: Transport, *, hierarchical: bool = False, **choices: Any) -> None:
+    def __init__(self, process_group: Transport, **choices: Any) -> None:
         super().__init__(process_group, **choices)
         self.averages = self.average
-        self._hierarchy = Hierarchy(process_group, hierarchical)
+        self._hierarchy = Hierarchy(process_group, self.hierarchical)
         self._codec = CodecThread()
         self._means: dict[int, CompressedMean] = {}  # by index of the bucket
         self._restored: dict[int, Mapping[str, Any]] = {}  # states whose bucket has not come yet

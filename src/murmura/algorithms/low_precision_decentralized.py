@@ -50,13 +50,14 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
     my w.
     """
 
+    hierarchical: bool
     communication_interval: int
     compressor: Compressor
 
-    def __init__(self, process_group: Transport, *, hierarchical: bool, **choices: Any) -> None:
+    def __init__(self, process_group: Transport, **choices: Any) -> None:
         super().__init__(process_group, **choices)
         self._codec = CodecThread()
-        self._hierarchy = Hierarchy(process_group, hierarchical)
+        self._hierarchy = Hierarchy(process_group, self.hierarchical)
         if not self._hierarchy.is_even:
             raise ConfigError(
                 f"hierarchical=True puts {list(self._hierarchy.shares)} ranks on the hosts, and the exchange with two "

@@ -17,7 +17,7 @@ from murmura.errors import ConfigError
 from murmura.types import PeerSelection
 
 LOCAL_STEPS = 20
-"""The interval of `local_sgd` and `diloco` when they are asked for by name."""
+"""The interval of `local_sgd`, `diloco` and `async` when they are asked for by name."""
 
 _BY_NAME: dict[str, Callable[[], Algorithm]] = {
     "gradient_allreduce": GradientAllReduceAlgorithm,
@@ -26,7 +26,7 @@ _BY_NAME: dict[str, Callable[[], Algorithm]] = {
     "shift_one": lambda: DecentralizedAlgorithm(peer_selection_mode=PeerSelection.SHIFT_ONE),
     "low_precision_decentralized": LowPrecisionDecentralizedAlgorithm,
     "qadam": QAdamAlgorithm,
-    "async": AsyncModelAverageAlgorithm,
+    "async": lambda: AsyncModelAverageAlgorithm(sync_interval_rounds=LOCAL_STEPS),
     "local_sgd": lambda: LocalSGDAlgorithm(LOCAL_STEPS),
     "diloco": lambda: DiLoCoAlgorithm(LOCAL_STEPS),
 }

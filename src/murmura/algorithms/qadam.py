@@ -37,11 +37,12 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     works_alone = False
 
+    hierarchical: bool
     optimizer: QAdamOptimizer | None
 
-    def __init__(self, process_group: Transport, *, hierarchical: bool, **choices: Any) -> None:
+    def __init__(self, process_group: Transport, **choices: Any) -> None:
         super().__init__(process_group, **choices)
-        self._hierarchy = Hierarchy(process_group, hierarchical)
+        self._hierarchy = Hierarchy(process_group, self.hierarchical)
         self._was_warm = False  # as long as the optimizer is not known
         self._owes_flags = False  # a round has ended after the warm-up, and its step has not come
         self._skips = False  # the step under way is one that another rank skips

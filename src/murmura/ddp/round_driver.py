@@ -28,6 +28,7 @@ from murmura.ddp.nonfinite import NonFinitePolicy
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.round import Event, Phase, Round
 from murmura.ddp.step_tracker import StepTracker
+from murmura.ddp.trained_parameters import TrainedParameters
 from murmura.ddp.wrapping import refuse_inside_torch_ddp
 from murmura.errors import ConfigError, UsageError
 from murmura.observe.observer import Observer, exposed
@@ -69,7 +70,6 @@ class RoundDriver:
         self._was_late = False  # the last round began with its backward
         self._owes_buffers = False
         self._is_settling = False
-        self._parameter_hooks: dict[int, Any] = {}
         self._module_hooks: list[Any] = []
         self.algorithm = algorithm.reify(self.channel)  # may refuse, so it comes before the hooks
         if verify_every and self._exchanges_weights:
@@ -82,8 +82,8 @@ class RoundDriver:
         self.reducer = GradientReducer(replica, self.planner)
         self.reducer.close_with(self)
         self._stop_listening = world.before_collectives(self.before_collective)
+        self._trained = TrainedParameters(self, replica, self.planner)
         try:
-            self._hook_parameters()
             self._module_hooks = hooks.hook_module(self, module)
             optimizer_hooks.listen(self, replica.parameters)
             self._start(self.algorithm)
@@ -98,7 +98,7 @@ class RoundDriver:
         self.algorithm = algorithm
         self.reducer.plan(wanted=self._exchanges_gradients)
         self.reducer.exchange = algorithm.on_bucket_ready
-        self._taken_in = set(self.replica.trainable())
+        self._trained.restart()
         algorithm.setup(self.replica)
 
     def switch(self, algorithm: Algorithm) -> None:
@@ -180,28 +180,15 @@ class RoundDriver:
         """Other weights are there: what the algorithm derived from the former ones is void."""
         self.algorithm.weights_replaced()
 
-    # Parameters that take part
-
-    def _thawed(self) -> list[int]:
-        return [index for index in self.replica.trainable() if index not in self._taken_in]
-
     def _take_in_thawed(self, *, running: bool = True) -> None:
         """Let parameters that were frozen until now take part, on every rank; the `running` algorithm goes on."""
-        thawed = self._thawed()
+        thawed = self._trained.thawed()
         if not thawed:
             return
-        agreement.check_same_model(self.channel, [self.replica.names[index] for index in thawed])
-        self._taken_in.update(thawed)
-        if self.planner.add(thawed):
-            self._hook_parameters()
+        if self._trained.take_in(self, thawed):
             self.reducer.replan(self.algorithm)
         if running:
             self.algorithm.parameters_added()
-
-    def _hook_parameters(self) -> None:
-        for index in self.planner.order:
-            if index not in self._parameter_hooks:
-                self._parameter_hooks[index] = hooks.hook_parameter(self, self.replica.parameters[index])
 
     # Forward
 
@@ -277,7 +264,7 @@ class RoundDriver:
         if self.round.phase is not Phase.BACKWARD:
             self.round.apply(Event.GRADIENT)
             self.reducer.plan(wanted=self._exchanges_gradients)
-            self._sends_early = self.round.begun or not self._thawed()
+            self._sends_early = self.round.begun or not self._trained.thawed()
         if self._exchanges_gradients:
             self.reducer.add(parameter, self.replica.round, send=self._sends_early)
 
@@ -411,7 +398,8 @@ class RoundDriver:
         finally:
             self.round.apply(Event.CLOSE)
             self._stop_listening()
-            for handle in [*self._module_hooks, *self._parameter_hooks.values()]:
+            self._trained.remove_hooks()
+            for handle in self._module_hooks:
                 handle.remove()
             optimizer_hooks.stop_listening(self, self.replica.parameters)
             self.algorithm.close()

@@ -28,7 +28,7 @@ _RELEASE_BYTES = 2**20  # freed tensors from this size on give their pages back 
 
 def create_memfd(world_size: int) -> int:
     """A sealed memfd with room for `world_size` arenas, readable and writable by this user alone."""
-    import fcntl  # here, for it is missing where there is no memfd either, and murmura is to be imported all the same
+    import fcntl  # systems without it have no shared memory either, but murmura must import there
 
     arena_bytes = round_up(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     fd = os.memfd_create("murmura", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

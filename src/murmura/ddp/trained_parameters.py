@@ -1,0 +1,45 @@
+"""Which parameters take part in the rounds, and how those that were frozen at first join them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from murmura.ddp import agreement, hooks
+from murmura.ddp.bucket_planner import BucketPlanner
+from murmura.ddp.replica import ModelReplica
+
+
+class TrainedParameters:
+    """The parameters whose gradients `owner` is told of; a parameter that is frozen later stays one of them."""
+
+    def __init__(self, owner: hooks.Hooked, replica: ModelReplica, planner: BucketPlanner) -> None:
+        self._replica = replica
+        self._planner = planner
+        self._hooks: dict[int, Any] = {}  # by index of the parameter
+        self._taken_in: set[int] = set()
+        self._hook(owner)
+
+    def restart(self) -> None:
+        """Another algorithm starts with what is trainable now."""
+        self._taken_in = set(self._replica.trainable())
+
+    def thawed(self) -> list[int]:
+        """The indices of parameters that are trainable by now and do not take part yet."""
+        return [index for index in self._replica.trainable() if index not in self._taken_in]
+
+    def take_in(self, owner: hooks.Hooked, thawed: list[int]) -> bool:
+        """Let `thawed` take part, on every rank; whether that needs other buckets. Collective."""
+        agreement.check_same_model(self._replica.transport, [self._replica.names[index] for index in thawed])
+        self._taken_in.update(thawed)
+        is_new = self._planner.add(thawed)
+        self._hook(owner)
+        return is_new
+
+    def remove_hooks(self) -> None:
+        for handle in self._hooks.values():
+            handle.remove()
+
+    def _hook(self, owner: hooks.Hooked) -> None:
+        for index in self._planner.order:
+            if index not in self._hooks:
+                self._hooks[index] = hooks.hook_parameter(owner, self._replica.parameters[index])

@@ -1,6 +1,0 @@
-"""The health of this machine: facts are gathered, pure rules turn them into findings. No output, no command line."""
-
-from murmura.diagnosis.examination import Hints, examine
-from murmura.diagnosis.findings import Diagnosis, Finding, Section, Status
-
-__all__ = ["Diagnosis", "Finding", "Hints", "Section", "Status", "examine"]

@@ -1,6 +1,0 @@
-"""Hosts and slow networks simulated on one machine, by network namespaces: for tests, benchmarks and the curious."""
-
-from murmura.lab.hosts import Hosts
-from murmura.lab.network import Counters, Host
-
-__all__ = ["Counters", "Host", "Hosts"]

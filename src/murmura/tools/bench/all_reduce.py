@@ -1,0 +1,188 @@
+"""The all-reduce benchmark: murmura and its peers on one set of rank processes, in one run. Its fields in JSON:
+
+ranks               processes, all on this machine
+operation, dtype    "sum", "float32"
+seconds_per_size    as ordered
+rows                one for each size and contestant:
+    size_bytes      length of the message on each rank
+    contestant      "murmura allocated", "murmura any tensor", "gloo", "mpich"
+    microseconds    of one all-reduce: the median over the rounds of the slowest rank's time
+    quartiles       [first, third] of the same, in microseconds
+    gb_per_s        size_bytes / time, in 1e9 bytes a second
+    rounds, batch   how often it was measured, and how many all-reduces were timed together each time
+    ratio           on murmura's rows, by peer: the peer's median / this median. Above 1, murmura is faster
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from murmura import Transport
+from murmura.errors import ConfigError
+from murmura.tools import ranks
+from murmura.tools.bench.all_reduce_contestants import MURMURA, Method, Peer, methods_of, prepare
+from murmura.tools.bench.buffers import num_buffers, size_faults
+from murmura.tools.bench.harness import Report, Sample, load, ratios, take_turns
+from murmura.tools.bench.mpiexec import find_mpiexec, run_under_mpiexec
+from murmura.tools.bench.sizes import format_size
+from murmura.tools.experiments.machine import available_bytes, physical_bytes
+from murmura.tools.options import check_seconds, command_line, raise_faults
+from murmura.tools.progress import Progress, Tell, silent, teller, watching
+
+PROGRESS = "progress"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceSpec:
+    """An order for the all-reduce benchmark.
+
+    Attributes:
+        ranks: processes on this host.
+        sizes_bytes: lengths of the message, each a multiple of 4 bytes.
+        peers: who is measured beside murmura.
+        seconds: how long to measure each size, all contestants together; a few rounds are measured in any case.
+    """
+
+    ranks: int = 2
+    sizes_bytes: tuple[int, ...] = (4 * 2**10, 64 * 2**10, 2**20, 25 * 2**20, 100 * 2**20)
+    peers: tuple[Peer, ...] = (Peer.GLOO,)
+    seconds: float = 3.0
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.ranks < 2:
+            faults.append(f"{self.ranks} rank(s) have nobody to exchange with. Ask for 2 or more.")
+        if not self.sizes_bytes:
+            faults.append("there is no size to measure. Name at least one.")
+        raise_faults([*faults, *size_faults(self.sizes_bytes), *check_seconds(self.seconds)])
+
+    def command(self) -> str:
+        sizes = tuple(format_size(size).replace(" ", "") for size in self.sizes_bytes)
+        options = {"ranks": self.ranks, "sizes": sizes, "against": self.peers or None, "seconds": self.seconds}
+        return command_line("murmura bench all-reduce", options)
+
+    def needed_bytes(self, size_bytes: int) -> int:
+        """About the memory that all ranks use together at one size: two pools, staging, the check of the sum."""
+        return self.ranks * size_bytes * (2 * num_buffers(size_bytes) + 4)
+
+
+def check_memory(spec: AllReduceSpec, available: int | None) -> None:
+    """Raise a ConfigError if a size would not fit into the available memory, as far as that is known."""
+    if available is None:
+        return
+    for size in spec.sizes_bytes:
+        needed = spec.needed_bytes(size)
+        if needed > 0.8 * available:
+            raise ConfigError(
+                f"{format_size(size)} on {spec.ranks} ranks needs about {needed / 2**30:.1f} GiB of memory, but "
+                f"{available / 2**30:.1f} GiB are available. Leave the size out, or take fewer ranks."
+            )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant at one size; the module's docstring explains the fields."""
+
+    size_bytes: int
+    contestant: str
+    microseconds: float
+    quartiles: tuple[float, float]
+    gb_per_s: float
+    rounds: int
+    batch: int
+    ratio: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceReport(Report[AllReduceSpec]):
+    """The finished benchmark."""
+
+    benchmark: ClassVar[str] = "all-reduce"
+
+    rows: tuple[Row, ...]
+
+    def row(self, size_bytes: int, contestant: str) -> Row:
+        return next(row for row in self.rows if (row.size_bytes, row.contestant) == (size_bytes, contestant))
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "ranks": self.spec.ranks,
+            "operation": "sum",
+            "dtype": "float32",
+            "seconds_per_size": self.spec.seconds,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def run_all_reduce(spec: AllReduceSpec, on_progress: Tell = silent) -> AllReduceReport:
+    """Measure `spec`. `on_progress` is called from a thread, a few times a second.
+
+    Raises a ConfigError before anything is started if this machine cannot do it, another `MurmuraError` if the
+    measurement fails or a contestant sums wrongly.
+    """
+    check_memory(spec, available_bytes() or physical_bytes())
+    with_mpi = Peer.MPICH in spec.peers
+    if with_mpi:
+        find_mpiexec()
+    load_before = load()
+    with tempfile.TemporaryDirectory(prefix="murmura-bench-") as name:
+        folder = Path(name)
+        with watching(folder / PROGRESS, on_progress):
+            samples = (
+                run_under_mpiexec(folder, spec.ranks, measure_as_rank, spec, folder)
+                if with_mpi
+                else ranks.run_here("the measurement", measure_as_rank, spec.ranks, spec, folder)
+            )
+    return report_of(spec, samples, load_before)
+
+
+def report_of(spec: AllReduceSpec, samples: dict[int, list[Sample]], load_before: float) -> AllReduceReport:
+    """What was measured just now on this machine, by size, amounts to."""
+    about = {each.contestant: each.about for of_size in samples.values() for each in of_size}
+    rows = tuple(row for size, of_size in samples.items() for row in rows_of(size, of_size))
+    return AllReduceReport(spec=spec, contestants=about, load_before=load_before, rows=rows)
+
+
+def measure_as_rank(transport: Transport, spec: AllReduceSpec, folder: Path) -> dict[int, list[Sample]]:
+    """Measure `spec` in a process that exists for this alone; every rank returns the same."""
+    torch.set_num_threads(1)
+    gc.disable()
+    methods = methods_of(spec.peers, transport, folder)
+    return measure(transport, methods, spec.sizes_bytes, spec.seconds, teller(transport, folder / PROGRESS))
+
+
+def measure(
+    transport: Transport, methods: Sequence[Method], sizes_bytes: Sequence[int], seconds: float, tell: Tell = silent
+) -> dict[int, list[Sample]]:
+    """Measure every contestant at every size, about `seconds` a size; a wrong sum is a `MurmuraError`."""
+    samples = {}
+    for index, size in enumerate(sizes_bytes):
+        tell(Progress(index, 0.0))
+        samples[size] = take_turns(transport, prepare(transport, methods, size), seconds, tell, index)
+    transport.barrier()  # nobody leaves while a peer may still need it
+    return samples
+
+
+def rows_of(size_bytes: int, samples: Sequence[Sample]) -> list[Row]:
+    """The statistics of each sample of one size, and the ratios between murmura and its peers."""
+    peers = [each for each in samples if each.contestant not in MURMURA]
+    return [
+        Row(
+            size_bytes=size_bytes,
+            contestant=each.contestant,
+            microseconds=each.seconds * 1e6,
+            quartiles=each.quartiles(1e6),
+            gb_per_s=size_bytes / each.seconds / 1e9,
+            rounds=each.rounds,
+            batch=each.batch,
+            ratio=ratios(peers, each) if each.contestant in MURMURA else {},
+        )
+        for each in samples
+    ]

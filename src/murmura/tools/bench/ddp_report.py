@@ -1,0 +1,129 @@
+"""The result of the DDP benchmark. Its fields in JSON:
+
+seconds_per_stage   as ordered: for a model with a number of ranks
+models              by name: about, parameters, gradient_bytes
+steps               ordinary training steps over shared memory, one row for each model, rank count and contestant:
+    model, ranks    which
+    contestant      "murmura", "murmura no overlap", "torch-ddp", "bare"
+    milliseconds    of one step: the median over the rounds of the slowest rank's time
+    quartiles       [first, third] of the same, in milliseconds
+    phases          forward, backward (with the communication) and optimizer: medians of the rank slowest in each
+    cpu_milliseconds  processor time of a step, all threads of the rank that uses most: the median. A busy machine
+                    changes it less than the time
+    rounds, batch   how often it was measured, and how many steps were timed together each time
+    ratio           on the row of "murmura", by other contestant: its median / this median. Above 1, murmura is faster
+slow_link           the same over a link on which communication takes about as long as backward; further fields:
+    bandwidth       of the link of each rank, bits per second as in "100mbit"
+    contestant      murmura "overlapped" and "not overlapped", both in small buckets, and with "default buckets"
+    ratio           on the row of "overlapped"
+memory              one row for each model, rank count and contestant:
+    model, ranks, contestant
+    bytes           of a rank, as the proportional set size: a page shared by n processes counts as 1/n
+    extra_bytes     beyond the bare module
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from murmura.tools.bench.ddp import BARE, MURMURA, OVERLAPPED, DDPSpec, Measured, Stage
+from murmura.tools.bench.harness import Report, Sample, ratios
+from murmura.tools.bench.steps import CPU, PHASES
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One contestant of one model on so many ranks; the module's docstring explains the fields."""
+
+    model: str
+    ranks: int
+    contestant: str
+    milliseconds: float
+    quartiles: tuple[float, float]
+    phases: dict[str, float]
+    cpu_milliseconds: float
+    rounds: int
+    batch: int
+    ratio: dict[str, float]
+    bandwidth: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """What one contestant holds; the module's docstring explains the fields."""
+
+    model: str
+    ranks: int
+    contestant: str
+    bytes: int
+    extra_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPReport(Report[DDPSpec]):
+    """The finished benchmark."""
+
+    benchmark: ClassVar[str] = "ddp"
+
+    steps: tuple[StepRow, ...]
+    slow_link: tuple[StepRow, ...]
+    memory: tuple[MemoryRow, ...]
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "seconds_per_stage": self.spec.seconds,
+            "models": {name: model.described() for name, model in self.spec.models.items()},
+            "steps": [{name: value for name, value in asdict(row).items() if value != ""} for row in self.steps],
+            "slow_link": [asdict(row) for row in self.slow_link],
+            "memory": [asdict(row) for row in self.memory],
+        }
+
+
+def report_of(spec: DDPSpec, found: Measured) -> DDPReport:
+    """What was measured just now on this machine amounts to."""
+    slow = {stage: samples for stage, (_, samples) in found.slow_link.items()}
+    samples = [each for of_stage in (*found.steps.values(), *slow.values()) for each in of_stage]
+    return DDPReport(
+        spec=spec,
+        contestants={each.contestant: each.about for each in samples},
+        load_before=found.load_before,
+        steps=tuple(row for stage, each in found.steps.items() for row in step_rows(stage, each)),
+        slow_link=tuple(
+            row for stage, each in slow.items() for row in step_rows(stage, each, found.slow_link[stage][0])
+        ),
+        memory=tuple(row for stage, used in found.memory.items() for row in memory_rows(stage, used)),
+    )
+
+
+def step_rows(stage: Stage, samples: Sequence[Sample], bandwidth: str = "") -> list[StepRow]:
+    """The statistics of each sample, and how murmura's compares with the others."""
+
+    def milliseconds(sample: Sample, figure: int) -> float:
+        return statistics.median(sample.by_round(figure)) * 1e3
+
+    return [
+        StepRow(
+            model=stage.model,
+            ranks=stage.ranks,
+            contestant=each.contestant,
+            milliseconds=each.seconds * 1e3,
+            quartiles=each.quartiles(1e3),
+            phases={name: milliseconds(each, 1 + place) for place, name in enumerate(PHASES)},
+            cpu_milliseconds=milliseconds(each, CPU),
+            rounds=each.rounds,
+            batch=each.batch,
+            ratio=ratios(samples, each) if each.contestant in (MURMURA, OVERLAPPED) else {},
+            bandwidth=bandwidth,
+        )
+        for each in samples
+    ]
+
+
+def memory_rows(stage: Stage, used: dict[str, float]) -> list[MemoryRow]:
+    """What each contestant uses, and what of it the bare module does not."""
+    return [
+        MemoryRow(stage.model, stage.ranks, name, round(each), round(each - used[BARE])) for name, each in used.items()
+    ]

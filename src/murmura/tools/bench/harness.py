@@ -1,0 +1,164 @@
+"""The one way to measure: contestants take turns in the same processes, round after round.
+
+A *round* gives each contestant one *batch* of operations that are timed together, and who begins rotates. So whatever
+the machine does meanwhile, it does to all of them. The report of every benchmark has the fields of `Report.to_json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+
+from murmura import Transport
+from murmura.tools.experiments.machine import Machine
+from murmura.tools.progress import Progress, Tell, silent
+
+MIN_ROUNDS = 5  # fewer, and a median means nothing
+
+
+class Contestant(ABC):
+    """Somebody who is measured; every rank holds one.
+
+    Attributes:
+        name, about: as the report has them; `about` says what it is, with versions.
+        batch: how many operations are timed together.
+    """
+
+    def __init__(self, name: str, about: str, batch: int = 1) -> None:
+        self.name = name
+        self.about = about
+        self.batch = batch
+
+    @abstractmethod
+    def run_batch(self, number: int) -> Sequence[float]:
+        """Run the batch of round `number`; figures of one operation as this rank sees them, its seconds first."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One contestant: the figures of an operation by rank, round and figure."""
+
+    contestant: str
+    about: str
+    batch: int
+    figures: list[list[list[float]]]
+
+    def by_round(self, figure: int = 0) -> list[float]:
+        """A figure, by default the seconds, of the rank where it was largest."""
+        return [max(each[figure] for each in of_ranks) for of_ranks in zip(*self.figures, strict=True)]
+
+    @property
+    def rounds(self) -> int:
+        return len(self.figures[0])
+
+    @property
+    def seconds(self) -> float:
+        """The median over the rounds of the slowest rank's."""
+        return statistics.median(self.by_round())
+
+    def quartiles(self, scale: float) -> tuple[float, float]:
+        """The first and the third of the seconds, times `scale`."""
+        first, _, third = statistics.quantiles(self.by_round(), n=4, method="inclusive")
+        return first * scale, third * scale
+
+
+def take_turns(
+    transport: Transport,
+    contestants: Sequence[Contestant],
+    seconds: float,
+    tell: Tell = silent,
+    stage: int = 0,
+    min_rounds: int = MIN_ROUNDS,
+) -> list[Sample]:
+    """Measure all for about `seconds` together; every rank returns the same. Progress is told as that of `stage`."""
+    rounds: list[list[Sequence[float]]] = []
+    began = time.perf_counter()
+    while (elapsed := slowest(transport, time.perf_counter() - began)) < seconds or len(rounds) < min_rounds:
+        tell(Progress(stage, min(elapsed / seconds, len(rounds) / min_rounds, 0.99)))
+        figures: list[Sequence[float]] = [()] * len(contestants)
+        for turn in range(len(contestants)):
+            place = (len(rounds) + turn) % len(contestants)  # nobody always follows the same one
+            figures[place] = contestants[place].run_batch(len(rounds))
+        rounds.append(figures)
+    by_rank = transport.all_gather(torch.tensor(rounds, dtype=torch.float64))
+    assert isinstance(by_rank, list)
+    tell(Progress(stage, 1.0, len(rounds)))
+    return [
+        Sample(each.name, each.about, each.batch, [of_rank[:, place].tolist() for of_rank in by_rank])
+        for place, each in enumerate(contestants)
+    ]
+
+
+def slowest(transport: Transport, seconds: float) -> float:
+    """The largest `seconds` of any rank, on every rank: what follows from them must be the same everywhere."""
+    told = torch.tensor([seconds], dtype=torch.float64)
+    transport.all_reduce(told, "max")
+    return told.item()
+
+
+def ratios(samples: Sequence[Sample], to: Sample) -> dict[str, float]:
+    """By other contestant, its median over that of `to`: above 1, `to` is faster."""
+    return {each.contestant: each.seconds / to.seconds for each in samples if each is not to}
+
+
+class Order(Protocol):
+    """What was ordered."""
+
+    def command(self) -> str:
+        """The command that repeats it."""
+        ...
+
+
+Spec = TypeVar("Spec", bound=Order)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(ABC, Generic[Spec]):
+    """A finished benchmark."""
+
+    benchmark: ClassVar[str]
+    schema_version: ClassVar[int] = 1
+
+    spec: Spec
+    contestants: dict[str, str]
+    load_before: float
+    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    machine: Machine = field(default_factory=Machine.here)
+
+    @abstractmethod
+    def fields(self) -> dict[str, Any]:
+        """What this benchmark adds to its JSON file."""
+
+    def to_json(self) -> str:
+        """The text of a JSON file.
+
+        benchmark, schema_version  which; the version grows when a field changes its meaning
+        date, command       when the measurement ended (ISO 8601, UTC), and what repeats it
+        machine             cpu (model), cores (usable by this process), system, python, torch, murmura
+        load_before         processes that wanted a core in the minute before: above 0, others were at work too
+        contestants         by name: what it was, with its configuration and versions
+        ...                 the benchmark's own fields; its module explains them
+        """
+        header = {
+            "benchmark": self.benchmark,
+            "schema_version": self.schema_version,
+            "date": self.date,
+            "command": self.spec.command(),
+            "machine": asdict(self.machine),
+            "load_before": self.load_before,
+            "contestants": self.contestants,
+        }
+        return json.dumps(header | self.fields(), indent=2) + "\n"
+
+
+def load() -> float:
+    return os.getloadavg()[0]

@@ -1,0 +1,251 @@
+"""`murmura bench ...`: measure murmura beside its peers on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from murmura import ConfigError
+from murmura.algorithms import algorithm_names
+from murmura.tools.bench.all_reduce import AllReduceSpec, run_all_reduce
+from murmura.tools.bench.all_reduce_contestants import Peer
+from murmura.tools.bench.compressors import CompressorsSpec, run_compressors
+from murmura.tools.bench.ddp import DDPPeer, DDPSpec, run_ddp
+from murmura.tools.bench.ddp_report import report_of
+from murmura.tools.bench.models import MODELS
+from murmura.tools.bench.network import NetworkPeer, NetworkSpec, run_network
+from murmura.tools.bench.sizes import format_size, parse_size
+from murmura.tools.cli.bench_tables import all_reduce_table, compressors_table, ddp_tables, network_table
+from murmura.tools.cli.completion import among
+from murmura.tools.cli.failures import exit_on_error
+from murmura.tools.cli.output import JSON_HELP, check_writable, print_result, showing_progress, write
+from murmura.tools.experiments import TASKS, convergence, parse_algorithms
+from murmura.tools.options import one_of, parse_list
+from murmura.transports.decorators.throttled import parse_rate
+from murmura.types import parse
+
+MAX_RANKS = 64
+DEFAULTS = NetworkSpec()
+
+app = typer.Typer(
+    help="Measure murmura beside its peers on this machine.", no_args_is_help=True, rich_markup_mode="markdown"
+)
+Json = Annotated[Path | None, typer.Option(help=JSON_HELP, metavar="FILE")]
+RankCounts = Annotated[
+    str, typer.Option("-n", "--ranks", help="How many processes train together: a list.", metavar="LIST")
+]
+Algorithms = Annotated[
+    str,
+    typer.Option(
+        help=f"A list of {', '.join(algorithm_names())}; or all. `murmura algorithms` says what each name stands for.",
+        metavar="LIST",
+        autocompletion=among(["all", *algorithm_names()]),
+    ),
+]
+
+
+@app.callback()
+def bench() -> None:
+    """Measure murmura beside its peers on this machine."""
+
+
+def parse_num_ranks(entry: str) -> int:
+    if not (entry.isascii() and entry.isdigit() and 1 <= int(entry) <= MAX_RANKS):
+        raise ConfigError(
+            f"--ranks: {entry!r} is no number of ranks. Write a list of numbers from 1 to {MAX_RANKS}: 2,4."
+        )
+    return int(entry)
+
+
+def parse_bandwidth(entry: str) -> str:
+    rate = entry.lower().replace(" ", "")
+    try:
+        parse_rate(rate)
+    except ConfigError:
+        raise ConfigError(f"--bandwidth {entry!r} is no rate of a link. Write a list like 100mbit,1gbit.") from None
+    return rate
+
+
+@app.command("all-reduce")
+def all_reduce(
+    ranks: Annotated[int, typer.Option("-n", "--ranks", help="Processes that exchange; all on this machine.")] = 2,
+    sizes: Annotated[
+        str, typer.Option(help="Lengths of the message: a list in bytes, KiB, MiB or GiB.", metavar="LIST")
+    ] = "4KiB,64KiB,1MiB,25MiB,100MiB",
+    against: Annotated[
+        list[str],
+        typer.Option(
+            help="Who is measured beside murmura: gloo, mpich, or both (gloo,mpich). mpich needs "
+            "pip install 'murmura[mpi]'.",
+            metavar="PEERS",
+        ),
+    ] = ["gloo"],  # noqa: B006  # typer copies it
+    seconds: Annotated[float, typer.Option(help="How long to measure each size, all contestants together.")] = 3.0,
+    json: Json = None,
+) -> None:
+    """Time the sum of float32 tensors over all ranks: murmura, and peers in the same processes.
+
+    murmura runs twice: on tensors from transport.allocate(), which need no copy, and on ordinary tensors. Buffers
+    are written by their owner before each use and take turns, as gradients do. The contestants take turns too,
+    round by round; a time is the median over all rounds of the slowest rank. "x Gloo" says how many times as long
+    Gloo took.
+
+    For example: `murmura bench all-reduce --ranks 4 --sizes 4KiB,25MiB --against gloo,mpich --json result.json`
+    """
+    with exit_on_error():
+        peers = parse_list(against, lambda entry: parse(Peer, entry, "--against"))
+        spec = AllReduceSpec(ranks=ranks, sizes_bytes=parse_list(sizes, parse_size), peers=peers, seconds=seconds)
+        check_writable(json)
+        with showing_progress([format_size(size) for size in spec.sizes_bytes]) as on_progress:
+            report = run_all_reduce(spec, on_progress)
+        print_result([all_reduce_table(report)], report.contestants, json, report.to_json())
+
+
+@app.command()
+def ddp(
+    ranks: RankCounts = "2,4",
+    models: Annotated[str, typer.Option(help="What they train: a list.", metavar="LIST")] = ",".join(MODELS),
+    against: Annotated[
+        str,
+        typer.Option(help="Who is measured beside murmura: torch-ddp, which is torch's DDP on Gloo.", metavar="PEERS"),
+    ] = "torch-ddp",
+    seconds: Annotated[
+        float,
+        typer.Option(help="How long to measure each model with each number of ranks, all contestants together."),
+    ] = 10.0,
+    json: Json = None,
+) -> None:
+    """Time training steps (forward, backward, optimizer) of murmura's DDP and of torch's in the same processes.
+
+    Both train the same model on the same data, one torch thread a rank; so do murmura with nothing in flight during
+    backward, and the bare module, which communicates nothing. One rank alone is always measured. They take turns, round
+    by round; a time is the median over all rounds of the slowest rank. Then the gain of overlap is measured on a link
+    so slow that communication takes about as long as backward, and the memory that a rank uses, in processes of their
+    own.
+
+    For example: `murmura bench ddp --ranks 2,4 --models charlm --seconds 20 --json result.json`
+    """
+    with exit_on_error():
+        spec = DDPSpec(
+            ranks=parse_list(ranks, parse_num_ranks),
+            models={name: MODELS[name] for name in parse_list(models, one_of(MODELS, "--models"))},
+            peers=parse_list(against, lambda entry: parse(DDPPeer, entry, "--against")),
+            seconds=seconds,
+        )
+        check_writable(json)
+        with showing_progress([str(stage) for stage in spec.stages()]) as on_progress:
+            report = report_of(spec, run_ddp(spec, on_progress))
+        print_result(ddp_tables(report), report.contestants, json, report.to_json())
+
+
+@app.command()
+def compressors(
+    size: Annotated[str, typer.Option(help="Length of the tensors in memory.", metavar="SIZE")] = "25MiB",
+    cuda_size: Annotated[
+        str, typer.Option(help="Length of those on a CUDA device, where there is one.", metavar="SIZE")
+    ] = "400MiB",
+    seconds: Annotated[float, typer.Option(help="How long to measure each device, all operations together.")] = 3.0,
+    json: Json = None,
+) -> None:
+    """Time encoding, decoding, and decoding and adding, beside a copy of the same float32 tensor.
+
+    On the CPU with one thread, and on a CUDA device where there is one. The operations take turns, on buffers that take
+    turns too, so that they come from memory. "x copy" says how many times as long as the copy an operation takes;
+    "bandwidth" what part of the copy's bandwidth it reaches over the bytes that it must read and write.
+
+    For example: `murmura bench compressors --size 100MiB --json result.json`
+    """
+    with exit_on_error():
+        spec = CompressorsSpec(size_bytes=parse_size(size), cuda_size_bytes=parse_size(cuda_size), seconds=seconds)
+        check_writable(json)
+        with showing_progress(list(spec.devices())) as on_progress:
+            report = run_compressors(spec, on_progress)
+        print_result([compressors_table(report)], report.contestants, json, report.to_json())
+
+
+@app.command()
+def network(
+    hosts: Annotated[int, typer.Option(help="How many are simulated; each holds one rank.", metavar="N")] = 4,
+    bandwidth: Annotated[
+        str, typer.Option(help="Of each host's link, in both directions: a list.", metavar="LIST")
+    ] = ",".join(DEFAULTS.rates),
+    algorithms: Algorithms = "all",
+    against: Annotated[
+        str,
+        typer.Option(
+            help="Who is measured beside them: torch-ddp, which is torch's DDP on Gloo, as it comes and with its hooks "
+            "for fp16 and PowerSGD.",
+            metavar="PEERS",
+        ),
+    ] = "torch-ddp",
+    seconds: Annotated[
+        float, typer.Option(help="How long to measure each rate, all contestants together; 3 rounds in any case.")
+    ] = DEFAULTS.seconds,
+    json: Json = None,
+) -> None:
+    """Time training steps on simulated hosts with slow links, and count what their interfaces send.
+
+    The hosts are network namespaces, so it needs root and iproute2. All contestants train the same MLP of 10 million
+    parameters, which computes little, in the same processes, and take turns, round by round. Algorithms that
+    communicate once in 20 steps are timed over whole periods. "x torch DDP" says how many times as long torch's DDP
+    took.
+
+    For example: `murmura bench network --hosts 4 --bandwidth 100mbit,1gbit --against torch-ddp --json result.json`
+    """
+    with exit_on_error():
+        spec = NetworkSpec(
+            hosts=hosts,
+            rates=parse_list(bandwidth, parse_bandwidth),
+            algorithms=parse_algorithms(algorithms),
+            peers=parse_list(against, lambda entry: parse(NetworkPeer, entry, "--against")),
+            seconds=seconds,
+        )
+        check_writable(json)
+        with showing_progress(spec.rates) as on_progress:
+            report = run_network(spec, on_progress)
+        tables = [network_table(report, rate) for rate in spec.rates]
+        print_result(tables, report.contestants, json, report.to_json())
+
+
+@app.command("convergence")
+def converge(
+    tasks: Annotated[
+        str, typer.Option(help=f"A list of {', '.join(TASKS)}.", metavar="LIST", autocompletion=among(TASKS))
+    ] = "markov,mlp",
+    algorithms: Algorithms = "all",
+    ranks: RankCounts = "4,8",
+    steps: Annotated[int, typer.Option(help="Steps that each takes.", metavar="N", min=1)] = 1000,
+    json: Annotated[Path | None, typer.Option(help="Write the curves to this file too.", metavar="FILE")] = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="A folder for a chart of each task and number of ranks.", metavar="FOLDER")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help=f"Put the table into this page, between two {convergence.MARK}.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Compare the loss of every algorithm with that of plain all-reduce after the same number of steps.
+
+    The tasks have a known least loss. All ranks are processes of this machine; a run takes minutes for each algorithm.
+
+    For example: `murmura bench convergence --tasks mlp --algorithms diloco,local_sgd --ranks 4 --steps 500`
+    """
+    with exit_on_error():
+        order = (
+            parse_list(tasks, one_of(TASKS, "--tasks")),
+            parse_algorithms(algorithms),
+            parse_list(ranks, parse_num_ranks),
+        )
+        for path, option in ((json, "--json"), (page, "--page")):
+            check_writable(path, option)
+        curves = convergence.run_convergence(*order, steps, lambda what: typer.echo(what, err=True))
+        typer.echo(convergence.table(curves))
+        typer.echo(convergence.beyond(curves))
+        if json:
+            write(json, convergence.to_json(curves))
+        if figures:
+            for (task, size), of_world in convergence.by_world(curves).items():
+                write(figures / f"convergence-{task}-{size}.svg", convergence.chart(of_world))
+        if page:
+            write(page, convergence.with_table(page.read_text(encoding="utf-8"), curves))

@@ -1,0 +1,170 @@
+"""The reports of benchmarks as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from rich.table import Table
+from rich.text import Text
+
+from murmura.tools.bench.all_reduce import AllReduceReport
+from murmura.tools.bench.compressors import CompressorsReport
+from murmura.tools.bench.ddp import BARE, DEFAULT_BUCKETS, HELD_BACK, MURMURA, NOT_OVERLAPPED, OVERLAPPED
+from murmura.tools.bench.ddp_report import DDPReport, MemoryRow, StepRow
+from murmura.tools.bench.network import NetworkReport, NetworkRow
+from murmura.tools.bench.network_contestants import BARE as NO_COMMUNICATION
+from murmura.tools.bench.sizes import format_size
+from murmura.tools.cli.output import digits, plain_table, ratio, spread
+
+TITLES = {"gloo": "Gloo", "mpich": "MPICH", "torch-ddp": "torch DDP"}
+Row = TypeVar("Row", StepRow, MemoryRow)
+
+
+def _title(name: str) -> str:
+    return TITLES.get(name, name.replace(" ", "\n", 1))
+
+
+def _grouped(rows: Sequence[Row]) -> list[dict[str, Row]]:
+    """The rows of each model and number of ranks, by contestant."""
+    groups: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in rows:
+        groups.setdefault((row.model, row.ranks), {})[row.contestant] = row
+    return list(groups.values())
+
+
+def _time(row: StepRow | None) -> str:
+    return "-" if row is None else spread(row.milliseconds, row.quartiles)
+
+
+def all_reduce_table(report: AllReduceReport) -> Table:
+    """A row a size: everybody's microseconds, murmura's GB/s, and how many times as long each peer took."""
+    contestants = list(report.contestants)
+    peers = [name for name in contestants if name in TITLES]
+    murmuras = [name for name in contestants if name not in TITLES]
+    best, *_ = murmuras
+    order = " / ".join(name.removeprefix("murmura ") for name in murmuras)
+    machine = report.machine
+    table = plain_table(
+        f"all-reduce, sum of float32, {report.spec.ranks} ranks on {machine.cores} cores ({machine.cpu})",
+        f"medians of the slowest rank; GB/s: {best}\nratios: murmura {order}",
+        ["size", *(f"{_title(name)}\nµs" for name in contestants), "GB/s", *(f"x {TITLES[peer]}" for peer in peers)],
+        num_left=0,
+    )
+    for size in report.spec.sizes_bytes:
+        rows = {name: report.row(size, name) for name in contestants}
+        table.add_row(
+            format_size(size),
+            *(digits(row.microseconds) for row in rows.values()),
+            digits(rows[best].gb_per_s),
+            *(Text(" / ").join(ratio(rows[name].ratio[peer]) for name in murmuras) for peer in peers),
+        )
+    return table
+
+
+def compressors_table(report: CompressorsReport) -> Table:
+    """A row an operation."""
+    devices = "; ".join(f"{name}: {about}" for name, about in report.devices.items())
+    columns = ["device", "size", "compressor", "operation", "µs", "x copy", "bandwidth"]
+    table = plain_table(f"compressors, float32 ({report.machine.cpu})", f"medians; {devices}", columns, num_left=4)
+    for row in report.rows:
+        table.add_row(
+            row.device,
+            format_size(row.size_bytes),
+            row.compressor,
+            row.operation,
+            digits(row.microseconds),
+            f"{row.times_copy:.2f}",
+            f"{row.of_copy_bandwidth:.0%}",
+        )
+    return table
+
+
+def ddp_tables(report: DDPReport) -> list[Table]:
+    """The step, the slow link and the memory, as far as they were measured."""
+    tables = [steps_table(report)]
+    tables += [slow_link_table(report.slow_link)] if report.slow_link else []
+    return [*tables, memory_table(report.memory)] if report.memory else tables
+
+
+def steps_table(report: DDPReport) -> Table:
+    """A row a model and number of ranks: everybody's milliseconds, and how they compare."""
+    peers = report.spec.peers
+    names = [MURMURA, HELD_BACK, *peers, BARE]
+    machine = report.machine
+    ratios = [*(f"{TITLES[peer]}\n/ murmura" for peer in peers), "murmura\n/ bare", "no overlap\n/ murmura"]
+    table = plain_table(
+        f"training step, one thread a rank on {machine.cores} cores ({machine.cpu}), milliseconds",
+        "medians of the slowest rank, in brackets the quartiles; load before the start: " + digits(report.load_before),
+        ["model", "ranks", *(_title(name) for name in names), *ratios],
+    )
+    for rows in _grouped(report.steps):
+        own = rows[MURMURA]
+        table.add_row(
+            own.model,
+            str(own.ranks),
+            *(_time(rows.get(name)) for name in names),
+            *(ratio(own.ratio[peer]) for peer in peers),
+            f"{1 / own.ratio[BARE]:.3f}",
+            ratio(own.ratio.get(HELD_BACK)),
+        )
+    return table
+
+
+def slow_link_table(rows: Sequence[StepRow]) -> Table:
+    """A row a model and number of ranks: what overlap gains."""
+    names = [OVERLAPPED, DEFAULT_BUCKETS, NOT_OVERLAPPED]
+    table = plain_table(
+        "slow link: communication takes about as long as backward, milliseconds",
+        "murmura in buckets of 1 MiB, and of default size",
+        ["model", "ranks", "link", *(_title(name) for name in names), "not overlapped\n/ overlapped"],
+    )
+    for group in _grouped(rows):
+        own = group[OVERLAPPED]
+        rate = f"{float(own.bandwidth.removesuffix('mbit')):.0f} Mbit/s"
+        times = (_time(group.get(name)) for name in names)
+        table.add_row(own.model, str(own.ranks), rate, *times, ratio(own.ratio[NOT_OVERLAPPED]))
+    return table
+
+
+def memory_table(rows: Sequence[MemoryRow]) -> Table:
+    """A row a model and number of ranks: what each rank uses, and what wrapping adds."""
+    groups = _grouped(rows)
+    names = [name for name in groups[0] if name != BARE]
+    columns = ["model", "ranks", "bare", *(f"{TITLES.get(name, name)}\nextra" for name in names)]
+    table = plain_table("memory of a rank, MiB", "proportional set size (Pss)", columns)
+    for group in groups:
+        alone = group[BARE]
+        extra = (f"{group[name].extra_bytes / 2**20:+.1f}" for name in names)
+        table.add_row(alone.model, str(alone.ranks), f"{alone.bytes / 2**20:.1f}", *extra)
+    return table
+
+
+def network_table(report: NetworkReport, rate: str) -> Table:
+    """A row a contestant: its step, how it compares, and what it sends."""
+    rows = [row for row in report.rows if row.rate == rate]
+    table = plain_table(
+        f"{report.spec.hosts} hosts, links of {rate}: {report.spec.model.about}",
+        f"{verdict(rows)}\nmedians of the slowest rank, in brackets the quartiles; MB sent by a host in a "
+        f"step, after headers; load before the start: {digits(report.load_before)}",
+        ["algorithm", "step, ms", "x torch DDP", "MB sent", "by formula", "off by"],
+    )
+    for row in rows:
+        table.add_row(
+            row.algorithm,
+            spread(row.step_ms, row.quartiles),
+            ratio(row.ratio),
+            digits(row.payload_bytes / 1e6),
+            digits(row.formula_bytes / 1e6),
+            f"{row.bytes_off:+.1%}" if row.formula_bytes else "-",
+        )
+    return table
+
+
+def verdict(rows: list[NetworkRow]) -> str:
+    """Which contestants are slower than the plain all-reduce of gradients at this rate."""
+    plain = next((row for row in rows if row.algorithm == "gradient_allreduce"), None)
+    if plain is None:
+        return "gradient_allreduce was not measured"
+    beaten = [row.algorithm for row in rows if row.step_ms > plain.step_ms and row.algorithm != NO_COMMUNICATION]
+    return f"plain gradient_allreduce is faster than {', '.join(beaten) if beaten else 'nobody'} here"

@@ -1,0 +1,53 @@
+"""The `murmura` command: the app that the groups of commands hang on."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from murmura import __version__
+from murmura.algorithms import algorithm_named, algorithm_names
+from murmura.tools.cli import bench, compare, doctor, lab, report, run, train
+from murmura.tools.experiments.recipes import described
+
+app = typer.Typer(
+    name="murmura",
+    help="Keeps the replicas of a PyTorch model together while they train.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train.command)
+app.command("compare")(compare.command)
+app.command("report")(report.command)
+app.add_typer(bench.app, name="bench")
+app.add_typer(lab.app, name="lab")
+app.command()(doctor.doctor)
+app.command(context_settings={"allow_interspersed_args": False})(run.run)  # what follows SCRIPT is the script's
+
+
+@app.command()
+def algorithms() -> None:
+    """List the names of algorithms, and what each stands for wherever it is given.
+
+    For example: `murmura algorithms`
+    """
+    width = max(map(len, algorithm_names()))
+    for name in algorithm_names():
+        typer.echo(f"{name:{width}}  {described(algorithm_named(name))}")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"murmura {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Keeps the replicas of a PyTorch model together while they train."""

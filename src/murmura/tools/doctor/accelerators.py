@@ -1,0 +1,127 @@
+"""GPUs, and whether the torch that is installed can use them."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from murmura.tools.doctor.findings import Finding, Section, Status
+from murmura.tools.doctor.software import build_of
+
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceleratorFacts:
+    """GPUs as torch sees them.
+
+    Attributes:
+        torch_build: what torch was built for: "CPU", "CUDA 12.8", "ROCm 6.4".
+        gpus: a line for each GPU.
+        nccl: NCCL's version; empty if torch has none.
+        has_driver: whether NVIDIA's driver is loaded.
+        fault: what torch says about GPUs it cannot use.
+    """
+
+    torch_build: str
+    gpus: tuple[str, ...] = ()
+    nccl: str = ""
+    has_driver: bool = False
+    fault: str = ""
+
+
+def gather(driver: Path = DRIVER) -> AcceleratorFacts:
+    gpus, fault = _read_gpus()
+    return AcceleratorFacts(
+        torch_build=build_of(torch.version.cuda, torch.version.hip),
+        gpus=gpus,
+        nccl=_nccl_version() if gpus else "",
+        has_driver=driver.exists(),
+        fault=fault,
+    )
+
+
+def _read_gpus() -> tuple[tuple[str, ...], str]:
+    with warnings.catch_warnings(record=True) as caught:  # where torch says why it finds no GPU
+        warnings.simplefilter("always")
+        try:
+            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            found = [torch.cuda.get_device_properties(index) for index in range(count)]
+        except RuntimeError as error:
+            return (), str(error)
+    fault = "; ".join(str(each.message) for each in caught)
+    return tuple(f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in found), fault
+
+
+def _nccl_version() -> str:
+    try:
+        from torch.cuda import nccl
+
+        version = nccl.version()  # type: ignore[no-untyped-call]
+    except (ImportError, AttributeError, RuntimeError):  # a build without NCCL
+        return ""
+    return ".".join(map(str, version))
+
+
+def judge(facts: AcceleratorFacts) -> list[Finding]:
+    if not facts.gpus:
+        return [_judge_none(facts)]
+    return [_judge_gpus(facts), _judge_nccl(facts)]
+
+
+def _judge_none(facts: AcceleratorFacts) -> Finding:
+    if facts.torch_build == "CPU" and facts.has_driver:
+        return Finding(
+            Section.ACCELERATORS,
+            Status.WARNING,
+            "torch cannot use the GPUs",
+            "NVIDIA's driver is loaded, but this torch was built for the CPU only",
+            "Install torch's build for CUDA; https://pytorch.org/get-started/locally names the command.",
+        )
+    if facts.has_driver or facts.fault:
+        return Finding(
+            Section.ACCELERATORS,
+            Status.WARNING,
+            "torch cannot use the GPUs",
+            f"torch was built for {facts.torch_build} and finds none: "
+            f"{facts.fault or 'the driver is loaded, but shows no GPU to this process'}",
+            "Compare the driver's version (nvidia-smi) with what torch was built for, look at CUDA_VISIBLE_DEVICES, "
+            "and start a container with its GPUs (docker run --gpus all).",
+        )
+    detail = f"torch was built for {facts.torch_build}; ranks compute on the CPU"
+    return Finding(Section.ACCELERATORS, Status.OK, "no GPU", detail)
+
+
+def _judge_gpus(facts: AcceleratorFacts) -> Finding:
+    count = len(facts.gpus)
+    title = f"{count} GPU{'' if count == 1 else 's'}"
+    return Finding(Section.ACCELERATORS, Status.OK, title, f"{', '.join(facts.gpus)}; torch for {facts.torch_build}")
+
+
+def _judge_nccl(facts: AcceleratorFacts) -> Finding:
+    count = len(facts.gpus)
+    if not facts.nccl:
+        return Finding(
+            Section.ACCELERATORS,
+            Status.NOTE,
+            "no NCCL in this torch",
+            "ranks exchange what is on GPUs through the host's memory",
+            "Where speed matters, use a build of torch for Linux, which has NCCL.",
+        )
+    if count == 1:
+        return Finding(
+            Section.ACCELERATORS,
+            Status.NOTE,
+            f"NCCL {facts.nccl}, for one rank on this host",
+            "NCCL wants a GPU for each rank and refuses two ranks on one",
+            "To run several ranks on the one GPU, join them by shared memory (the default on one host) or threads.",
+        )
+    return Finding(
+        Section.ACCELERATORS,
+        Status.OK,
+        f"NCCL {facts.nccl}, for up to {count} ranks on this host",
+        "NCCL refuses two ranks on one GPU; more ranks than that are joined by shared memory, Gloo or threads",
+    )

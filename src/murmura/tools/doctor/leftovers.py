@@ -1,0 +1,206 @@
+"""What earlier runs may have left: processes without a parent, meeting points, folders. Nothing is removed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from murmura.tools.doctor.findings import Finding, Section, Status
+
+SETTLE_SECONDS = 3.0  # in which a world that starts has met, and the server of one that ended is gone
+LOOK_SECONDS = 0.1
+OLD_SECONDS = 3600.0  # a folder of a run that ended a moment ago, or goes on, is younger as a rule
+INITS = ("init", "systemd")  # who adopts orphans, beside process 1
+LAUNCHERS = ("python", "torchrun", "pt_", "mpiexec", "hydra", "srun", "slurmstepd")  # process 1 of a container, maybe
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that belongs to a world, or starts the ranks of one."""
+
+    pid: int
+    command: str
+    parent_pid: int
+    parent_name: str
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether whoever started it is gone, as far as can be told."""
+        adopted = self.parent_pid == 1 or self.parent_name in INITS
+        return adopted and not self.parent_name.startswith(LAUNCHERS)
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """An abstract socket where rank 0 waits for the others; `pid` is None if its owner is another user's."""
+
+    name: str
+    pid: int | None
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A temporary folder, and the seconds since anything changed in it."""
+
+    path: str
+    age_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftoverFacts:
+    """What of murmura's is on this host, and not this process's own."""
+
+    processes: tuple[Process, ...] = ()
+    meeting_points: tuple[MeetingPoint, ...] = ()
+    folders: tuple[Folder, ...] = ()
+
+
+def gather(proc: Path = Path("/proc"), temp: Path | None = None, now: float | None = None) -> LeftoverFacts:
+    return LeftoverFacts(
+        processes=_lasting(lambda: list(_find_processes(proc)), lambda process: process.is_orphan),
+        meeting_points=_lasting(lambda: list(_find_meeting_points(proc)), lambda point: True),
+        folders=tuple(_find_folders(temp or Path(tempfile.gettempdir()), time.time() if now is None else now)),
+    )
+
+
+def _lasting(look: Callable[[], list[T]], is_suspect: Callable[[T], bool]) -> tuple[T, ...]:
+    """What `look` finds, without suspects that go away by themselves in `SETTLE_SECONDS`."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    found = look()
+    while any(map(is_suspect, found)) and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+        now = look()
+        found = [each for each in found if each in now]
+    return tuple(found)
+
+
+def _pids(proc: Path) -> list[int]:
+    return sorted(int(folder.name) for folder in proc.glob("[0-9]*")) if proc.is_dir() else []
+
+
+def _find_processes(proc: Path) -> Iterator[Process]:
+    own = os.getpid()
+    for pid in _pids(proc):
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or is another user's
+            command = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if pid != own and command != [""] and _belongs(command, proc / str(pid) / "maps"):
+                parent = _parent_pid(proc, pid)
+                yield Process(pid, " ".join(command).strip()[:80], parent, _name(proc, parent))
+
+
+def _belongs(command: list[str], maps: Path) -> bool:
+    """Whether a process is a rank that shares memory, or the server that ranks are forked from, or a fork of it."""
+    line = " ".join(command)
+    if command[0].startswith("murmura-") or ("multiprocessing.forkserver" in line and "'murmura'" in line):
+        return True
+    return "/memfd:murmura" in maps.read_text(errors="replace")
+
+
+def _parent_pid(proc: Path, pid: int) -> int:
+    """From "42 (name of any kind) S 1 ..."."""
+    return int((proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+
+
+def _name(proc: Path, pid: int) -> str:
+    try:
+        return (proc / str(pid) / "comm").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _find_meeting_points(proc: Path) -> Iterator[MeetingPoint]:
+    try:
+        lines = (proc / "net" / "unix").read_text(errors="replace").splitlines()[1:]
+    except OSError:
+        return
+    inodes: dict[str, str] = {}
+    for line in lines:
+        fields = line.split()
+        if fields[-1].startswith("@murmura-"):
+            inodes.setdefault(fields[-1], fields[6])  # the door itself comes before those who came through it
+    for name, inode in inodes.items():
+        yield MeetingPoint(name, _owner(proc, f"socket:[{inode}]"))
+
+
+def _owner(proc: Path, target: str) -> int | None:
+    for pid in _pids(proc):
+        with contextlib.suppress(OSError):
+            if any(_points_at(fd, target) for fd in (proc / str(pid) / "fd").iterdir()):
+                return pid
+    return None
+
+
+def _points_at(fd: Path, target: str) -> bool:
+    try:
+        return os.readlink(fd) == target
+    except OSError:
+        return False
+
+
+def _find_folders(temp: Path, now: float) -> Iterator[Folder]:
+    for path in sorted(temp.glob("murmura-*")):
+        with contextlib.suppress(OSError):
+            age = now - max(each.lstat().st_mtime for each in (path, *path.iterdir()))
+            if path.is_dir() and age > OLD_SECONDS:
+                yield Folder(str(path), age)
+
+
+def judge(facts: LeftoverFacts) -> list[Finding]:
+    orphans = [process for process in facts.processes if process.is_orphan]
+    running = len(facts.processes) - len(orphans)
+    return [
+        _judge_processes(orphans, running),
+        _judge_meeting_points(facts.meeting_points),
+        _judge_folders(facts.folders, running),
+    ]
+
+
+def _judge_processes(orphans: list[Process], running: int) -> Finding:
+    others = f"processes of murmura's that are at work: {running or 'none'}"
+    if not orphans:
+        return Finding(Section.LEFTOVERS, Status.OK, "no orphan processes", others)
+    pids = " ".join(str(process.pid) for process in orphans)
+    return Finding(
+        Section.LEFTOVERS,
+        Status.WARNING,
+        f"orphan processes: {pids}",
+        "whoever started them is gone: " + "; ".join(f"{each.pid} ({each.command})" for each in orphans),
+        f"They hold memory and cores. If they are no job that you left running: kill {pids}",
+    )
+
+
+def _judge_meeting_points(points: tuple[MeetingPoint, ...]) -> Finding:
+    if not points:
+        return Finding(Section.LEFTOVERS, Status.OK, "no meeting points", "no world waits for its ranks")
+    owners = [f"{point.name} of {f'process {point.pid}' if point.pid else 'another user'}" for point in points]
+    pids = " ".join(dict.fromkeys(str(point.pid) for point in points if point.pid))
+    return Finding(
+        Section.LEFTOVERS,
+        Status.NOTE,
+        f"meeting points: {len(points)}",
+        f"a rank 0 waits there for the others: {', '.join(owners)}",
+        "As it should be while a job starts. If it stays, the other ranks never came"
+        + (f": see what became of them, or kill {pids}" if pids else "; tell that user."),
+    )
+
+
+def _judge_folders(folders: tuple[Folder, ...], running: int) -> Finding:
+    if not folders:
+        return Finding(Section.LEFTOVERS, Status.OK, "no old folders", "nothing of murmura's is older than an hour")
+    oldest = max(folder.age_seconds for folder in folders) / 3600
+    unless = "when the jobs that run now have ended" if running else "no job of murmura's is running, so"
+    return Finding(
+        Section.LEFTOVERS,
+        Status.NOTE,
+        f"old folders: {len(folders)}",
+        f"up to {oldest:.0f} hours old: " + ", ".join(folder.path for folder in folders),
+        f"Runs that were killed left them; {unless} remove them: rm -r {' '.join(folder.path for folder in folders)}",
+    )

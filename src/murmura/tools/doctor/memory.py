@@ -1,0 +1,80 @@
+"""Memory: what the machine has, what is free, what the control group allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from murmura.tools.doctor.cgroups import read_limits
+from murmura.tools.doctor.findings import Finding, Section, Status
+from murmura.tools.experiments.machine import available_bytes, physical_bytes
+
+LITTLE_BYTES = 2**30  # a rank with torch and a small model
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFacts:
+    """How much memory there is for ranks.
+
+    Attributes:
+        total_bytes: of the machine; None if that cannot be told.
+        available_bytes: what a new program can have without swapping; None if that cannot be told.
+        limit_bytes: what the control group allows; None is no limit.
+    """
+
+    total_bytes: int | None
+    available_bytes: int | None = None
+    limit_bytes: int | None = None
+
+
+def gather(proc: Path = Path("/proc")) -> MemoryFacts:
+    return MemoryFacts(
+        total_bytes=physical_bytes(), available_bytes=available_bytes(proc), limit_bytes=read_limits().memory_bytes
+    )
+
+
+def judge(facts: MemoryFacts) -> list[Finding]:
+    return [_judge_total(facts), _judge_limit(facts)]
+
+
+def _judge_total(facts: MemoryFacts) -> Finding:
+    if facts.total_bytes is None:
+        return Finding(
+            Section.MEMORY,
+            Status.NOTE,
+            "the amount of memory is unknown",
+            "this system does not tell it",
+            "See that each rank has room for a model, its gradients and its optimizer's state.",
+        )
+    title = f"{gib(facts.total_bytes)} of memory"
+    if facts.available_bytes is None:
+        return Finding(Section.MEMORY, Status.OK, title, "how much of it is free is unknown")
+    detail = f"{gib(facts.available_bytes)} of it available"
+    if facts.available_bytes >= LITTLE_BYTES:
+        return Finding(Section.MEMORY, Status.OK, title, detail)
+    return Finding(
+        Section.MEMORY,
+        Status.WARNING,
+        f"only {gib(facts.available_bytes)} of memory available",
+        f"of {gib(facts.total_bytes)}; the system kills a rank (SIGKILL) when there is none left",
+        "End what else is running, or start fewer ranks.",
+    )
+
+
+def _judge_limit(facts: MemoryFacts) -> Finding:
+    limit, total = facts.limit_bytes, facts.total_bytes
+    if limit is None or (total is not None and limit >= total):
+        return Finding(Section.MEMORY, Status.OK, "no limit on memory", "the control group allows all there is")
+    little = limit < LITTLE_BYTES
+    return Finding(
+        Section.MEMORY,
+        Status.WARNING if little else Status.NOTE,
+        f"the control group allows {gib(limit)}",
+        "all ranks of this machine together, and what they share; beyond that the system kills one of them (SIGKILL)",
+        "Enough for the model, gradients and optimizer's state of every rank? If not, raise it: docker run --memory, "
+        "resources.limits.memory in Kubernetes, the batch system's memory per node.",
+    )
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,122 @@
+"""Cores that may be used, and threads that torch would put on them."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+
+from murmura.launch.plan import num_cores
+from murmura.tools.doctor.cgroups import read_limits
+from murmura.tools.doctor.findings import Finding, Section, Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessorFacts:
+    """Cores and threads, as this process has them.
+
+    Attributes:
+        cores: of the machine.
+        usable: those among them this process may run on.
+        quota: how many cores' worth of time its control group allows; None is no limit.
+        torch_threads: how many threads torch computes with in this process.
+        omp_num_threads: the variable of that name, if it is set.
+    """
+
+    cores: int
+    usable: int
+    quota: float | None = None
+    torch_threads: int = 1
+    omp_num_threads: str | None = None
+
+
+def gather(omp_num_threads: str | None = None) -> ProcessorFacts:
+    cores = os.cpu_count() or 1
+    return ProcessorFacts(
+        cores=cores,
+        usable=num_cores(),
+        quota=read_limits().cpus,
+        torch_threads=torch.get_num_threads(),
+        omp_num_threads=omp_num_threads,
+    )
+
+
+def judge(facts: ProcessorFacts) -> list[Finding]:
+    return [_judge_cores(facts), _judge_threads(facts)]
+
+
+def _judge_cores(facts: ProcessorFacts) -> Finding:
+    visible = f"{facts.usable} of {facts.cores} cores" if facts.usable < facts.cores else _count(facts.cores, "core")
+    if facts.quota is not None and facts.quota < facts.usable:
+        whole = max(1, math.floor(facts.quota))
+        return Finding(
+            Section.PROCESSOR,
+            Status.WARNING,
+            f"the time of only {facts.quota:g} cores",
+            f"{visible} can be used, but the control group allows {facts.quota:g} cores' worth of time and stops all "
+            "threads when it is spent. torch and run_world count cores, not time, and start too many threads.",
+            f"Run with as many cores as you have time for: taskset -c 0-{whole - 1} ...; or raise the limit (docker "
+            f"run --cpus, resources.limits.cpu in Kubernetes).",
+        )
+    if facts.usable == 1:
+        return Finding(
+            Section.PROCESSOR,
+            Status.NOTE,
+            visible,
+            "ranks on this machine take turns on it",
+            "Good for trying things out; several ranks are no faster than one here. Allow more cores if there are.",
+        )
+    if facts.usable < facts.cores:
+        return Finding(
+            Section.PROCESSOR,
+            Status.NOTE,
+            visible,
+            "this process may not run on the others (taskset, a cpuset, or a batch system's allocation)",
+            f"If you did not mean that, ask for more: taskset -c 0-{facts.cores - 1} ..., or the batch system's "
+            "cores per task.",
+        )
+    return Finding(Section.PROCESSOR, Status.OK, visible, "all can be used, all of the time")
+
+
+def _judge_threads(facts: ProcessorFacts) -> Finding:
+    threads = _count(facts.torch_threads, "thread")
+    omp = facts.omp_num_threads
+    said = "OMP_NUM_THREADS is not set" if omp is None else f"OMP_NUM_THREADS={omp}"
+    if omp is not None and not (omp.strip().isdecimal() and int(omp) > 0) and not _is_list(omp):
+        return Finding(
+            Section.PROCESSOR,
+            Status.WARNING,
+            f"{said} is no number of threads",
+            f"it is ignored, and torch computes with {threads}",
+            "Set it to a whole number, or unset it.",
+        )
+    if facts.torch_threads > facts.usable:
+        return Finding(
+            Section.PROCESSOR,
+            Status.WARNING,
+            f"torch computes with {threads} on {_count(facts.usable, 'core')}",
+            f"{said}; threads that outnumber the cores wait for each other",
+            f"Unset OMP_NUM_THREADS, or set it to the number of cores divided by the number of ranks; at most "
+            f"{facts.usable}.",
+        )
+    if omp is not None and facts.torch_threads < facts.usable:
+        return Finding(
+            Section.PROCESSOR,
+            Status.NOTE,
+            f"torch computes with {threads} on {_count(facts.usable, 'core')}",
+            f"{said} holds for every process that is started from here, but for the ranks of run_world, which get "
+            "the number of cores divided by the number of ranks",
+            "Right where a launcher starts a rank for each core. Else set it to cores divided by ranks.",
+        )
+    return Finding(Section.PROCESSOR, Status.OK, f"torch computes with {threads}", said)
+
+
+def _is_list(omp: str) -> bool:
+    """OpenMP takes one number for each level of nesting: "4,2"."""
+    return all(part.strip().isdecimal() and int(part) > 0 for part in omp.split(","))
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"

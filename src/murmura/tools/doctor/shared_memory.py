@@ -1,0 +1,190 @@
+"""What processes need of the kernel to share memory: nameless segments, wake-ups, watches on peers, a meeting point."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import socket
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from murmura.tools.doctor.findings import Finding, Section, Status
+from murmura.tools.doctor.memory import gib
+from murmura.tools.experiments.machine import physical_bytes
+from murmura.transports.shared_memory import futex
+
+RANK_BYTES = 4 * 2**30  # address space of a process that has imported torch, segment aside; generously
+FEW_FILES = 256  # descriptors: a rank holds one of each peer, and one for each file and connection
+SMALL_DEV_SHM_BYTES = 64 * 2**20  # what Docker gives a container
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedMemoryFacts:
+    """What the kernel offers to processes that share memory.
+
+    Attributes:
+        supported: whether murmura can share memory on a system of this kind.
+        faults: what does not work though it should, by its name; empty if all does.
+        total_bytes: memory of the machine, which is the address space a rank maps for each rank of its world.
+        address_space_bytes: RLIMIT_AS; None is no limit.
+        open_files: RLIMIT_NOFILE; None is no limit.
+        dev_shm_bytes: size of /dev/shm; None if there is none.
+    """
+
+    supported: bool
+    faults: dict[str, str] = field(default_factory=dict)
+    total_bytes: int | None = None
+    address_space_bytes: int | None = None
+    open_files: int | None = None
+    dev_shm_bytes: int | None = None
+
+
+def gather(dev_shm: Path = Path("/dev/shm")) -> SharedMemoryFacts:
+    supported = futex.is_supported()
+    tries: dict[str, Callable[[], None]] = {
+        "memfd": _try_memfd,
+        "pidfd": _try_pidfd,
+        "futex": _try_futex,
+        "abstract socket": _try_abstract_socket,
+    }
+    faults = {}
+    for name, work in tries.items() if supported else ():
+        try:
+            work()
+        except OSError as error:
+            faults[name] = error.strerror or str(error)
+    address_space, open_files = _resource_limits()
+    return SharedMemoryFacts(
+        supported=supported,
+        faults=faults,
+        total_bytes=physical_bytes(),
+        address_space_bytes=address_space,
+        open_files=open_files,
+        dev_shm_bytes=_dev_shm_bytes(dev_shm),
+    )
+
+
+def _try_memfd() -> None:
+    fd = os.memfd_create("murmura-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, 2**20)
+        os.posix_fallocate(fd, 0, 4096)
+    finally:
+        os.close(fd)
+
+
+def _try_pidfd() -> None:
+    os.close(os.pidfd_open(os.getpid()))
+
+
+def _try_futex() -> None:
+    word = ctypes.c_uint32(1)
+    ctypes.set_errno(0)
+    futex.wait(ctypes.addressof(word), 0, 0.0)  # the word is not 0, and a kernel that looks at it says EAGAIN
+    if (code := ctypes.get_errno()) != errno.EAGAIN:
+        raise OSError(code, os.strerror(code) if code else "it does not look at the word")
+
+
+def _try_abstract_socket() -> None:
+    address = f"\0murmura-doctor-{uuid.uuid4().hex}"
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as guest,
+    ):
+        door.bind(address)
+        door.listen(1)
+        guest.settimeout(1.0)
+        guest.connect(address)
+
+
+def _resource_limits() -> tuple[int | None, int | None]:
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return None, None
+    soft = [resource.getrlimit(each)[0] for each in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE)]
+    address_space, open_files = (None if limit == resource.RLIM_INFINITY else limit for limit in soft)
+    return address_space, open_files
+
+
+def _dev_shm_bytes(dev_shm: Path) -> int | None:
+    with contextlib.suppress(OSError, AttributeError):
+        found = os.statvfs(dev_shm)
+        return found.f_frsize * found.f_blocks
+    return None
+
+
+def judge(facts: SharedMemoryFacts) -> list[Finding]:
+    if not facts.supported:
+        return [
+            Finding(
+                Section.SHARED_MEMORY,
+                Status.NOTE,
+                "shared memory between processes is not for this system",
+                "it needs Linux 5.3 or newer on a processor that murmura knows, and Python's memfd and pidfd",
+                "Use threads, run_world(fn, n, kind='threads'), or processes over Gloo.",
+            )
+        ]
+    return [_judge_kernel(facts), _judge_address_space(facts), _judge_open_files(facts), _judge_dev_shm(facts)]
+
+
+def _judge_kernel(facts: SharedMemoryFacts) -> Finding:
+    if not facts.faults:
+        return Finding(
+            Section.SHARED_MEMORY, Status.OK, "the kernel's part", "memfd, pidfd, futex and abstract sockets work"
+        )
+    return Finding(
+        Section.SHARED_MEMORY,
+        Status.BROKEN,
+        f"no {', no '.join(facts.faults)}",
+        "; ".join(f"{name}: {fault}" for name, fault in facts.faults.items()),
+        "Something forbids these calls, most likely the sandbox or seccomp profile of a container. Allow them, or use "
+        "threads, or processes over Gloo.",
+    )
+
+
+def _judge_address_space(facts: SharedMemoryFacts) -> Finding:
+    limit, total = facts.address_space_bytes, facts.total_bytes
+    if limit is None or total is None:
+        return Finding(Section.SHARED_MEMORY, Status.OK, "address space", "there is no limit on it (ulimit -v)")
+    num_ranks = max(0, limit - RANK_BYTES) // total
+    detail = (
+        f"ulimit -v allows {gib(limit)}; each rank maps {gib(total)} for each rank of its world (address space, not "
+        "memory)"
+    )
+    advice = "Lift it before you start the ranks: ulimit -v unlimited (the hard limit permitting)."
+    if num_ranks < 2:
+        return Finding(Section.SHARED_MEMORY, Status.BROKEN, "too little address space for two ranks", detail, advice)
+    return Finding(Section.SHARED_MEMORY, Status.WARNING, f"address space for about {num_ranks} ranks", detail, advice)
+
+
+def _judge_open_files(facts: SharedMemoryFacts) -> Finding:
+    if facts.open_files is None or facts.open_files >= FEW_FILES:
+        told = "there is no limit on them" if facts.open_files is None else f"ulimit -n allows {facts.open_files}"
+        return Finding(Section.SHARED_MEMORY, Status.OK, "open files", told)
+    return Finding(
+        Section.SHARED_MEMORY,
+        Status.WARNING,
+        f"only {facts.open_files} open files",
+        "each rank holds a descriptor of every other, beside those of its data and of torch",
+        "Raise it before you start the ranks: ulimit -n 4096",
+    )
+
+
+def _judge_dev_shm(facts: SharedMemoryFacts) -> Finding:
+    if facts.dev_shm_bytes is None:
+        return Finding(Section.SHARED_MEMORY, Status.OK, "/dev/shm", "there is none, and murmura does not use it")
+    size = f"{facts.dev_shm_bytes / 2**20:.0f} MiB"
+    if facts.dev_shm_bytes > SMALL_DEV_SHM_BYTES:
+        return Finding(Section.SHARED_MEMORY, Status.OK, "/dev/shm", f"{size}; murmura does not use it")
+    return Finding(
+        Section.SHARED_MEMORY,
+        Status.NOTE,
+        f"/dev/shm has only {size}",
+        "murmura does not use it, but the workers of torch's DataLoader do, and die of a bus error when it is full",
+        "If you use num_workers > 0, make it larger: docker run --shm-size=2g, or an emptyDir of medium Memory.",
+    )

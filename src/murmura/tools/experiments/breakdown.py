@@ -1,0 +1,90 @@
+"""Where the time of a step went, and which rank the others wait for.
+
+Every figure of a step's time, in tables, bars and sentences, is the median over turns of `TURN_STEPS` steps: one step
+of an algorithm that communicates once in so many says nothing of the others.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from murmura.algorithms.names import LOCAL_STEPS
+from murmura.observe import Record
+from murmura.tools.experiments.traffic import wire_bytes
+
+TURN_STEPS = LOCAL_STEPS
+NOTICEABLE = 1.1
+"""How many times as long as the others' a rank's own work takes before it is called slow."""
+
+
+def turns(records: Sequence[Record]) -> list[float]:
+    """The milliseconds of a step in each turn of one rank; the last turn may be shorter."""
+    walls = [record.wall_ms for record in records]
+    return [statistics.fmean(walls[begin : begin + TURN_STEPS]) for begin in range(0, len(walls), TURN_STEPS)]
+
+
+def slowest_turns(records: Mapping[int, Sequence[Record]]) -> list[float]:
+    """The milliseconds of a step in each turn, on the rank that was slowest in it."""
+    return [max(of_ranks) for of_ranks in zip(*map(turns, records.values()), strict=False)]
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """A step of one rank: step_ms = compute_ms + waited_ms, and hidden_ms lies within compute_ms."""
+
+    step_ms: float
+    compute_ms: float
+    hidden_ms: float
+    waited_ms: float
+    step_bytes: float  # what it sends
+
+    @classmethod
+    def of(cls, records: Sequence[Record], num_ranks: int, step_ms: float | None = None) -> Breakdown:
+        """Of at least one record: the median step, or `step_ms`, divided as the sum of all steps divides."""
+        mean_ms = statistics.fmean(record.wall_ms for record in records)
+        if step_ms is None:
+            step_ms = statistics.median(turns(records))
+        scale = step_ms / mean_ms if mean_ms else 1.0
+        return cls(
+            step_ms=step_ms,
+            compute_ms=scale * statistics.fmean(record.compute_ms for record in records),
+            hidden_ms=scale * statistics.fmean(record.hidden_ms for record in records),
+            waited_ms=scale * statistics.fmean(record.waited_ms for record in records),
+            step_bytes=statistics.fmean(wire_bytes(record.bytes, num_ranks) for record in records),
+        )
+
+    @classmethod
+    def of_run(cls, records: Mapping[int, Sequence[Record]], num_ranks: int) -> Breakdown:
+        """The step of the slowest rank, divided as the steps of all ranks divide."""
+        together = [record for of_rank in records.values() for record in of_rank]
+        return cls.of(together, num_ranks, statistics.median(slowest_turns(records)))
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.step_bytes / self.step_ms * 1000 if self.step_ms else 0.0
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        """Milliseconds that add up to a step: computing alone, computing while tensors travel, waiting for them."""
+        hidden = min(self.hidden_ms, self.compute_ms)
+        return self.compute_ms - hidden, hidden, self.waited_ms
+
+
+def straggler(ranks: Mapping[int, Breakdown]) -> int | None:
+    """The rank whose own work takes longest, if that is noticeably longer than the others'."""
+    if len(ranks) < 2:
+        return None
+    slowest = max(ranks, key=lambda rank: ranks[rank].compute_ms)
+    others = statistics.median(each.compute_ms for rank, each in ranks.items() if rank != slowest)
+    return slowest if ranks[slowest].compute_ms > NOTICEABLE * others else None
+
+
+def readable_bytes(num_bytes: float) -> str:
+    """About three digits: 950 B, 12.3 kB, 4.56 MB."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            value = num_bytes / factor
+            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+    return f"{num_bytes:.0f} B"

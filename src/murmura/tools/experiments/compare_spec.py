@@ -1,0 +1,85 @@
+"""What to compare: a frozen order, checked as a whole before any rank is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from murmura.algorithms.names import LOCAL_STEPS
+from murmura.errors import ConfigError
+from murmura.tools.experiments.recipes import parse_algorithms
+from murmura.tools.experiments.tasks import task_named
+from murmura.tools.options import command_line
+from murmura.transports.decorators.throttled import parse_rate
+
+LOCAL = "local"
+TORCH_DDP = "torch DDP"
+BASELINE = "gradient_allreduce"
+BLOCK_STEPS = LOCAL_STEPS
+"""Steps that a contestant takes in its turn: a whole number of every algorithm's intervals."""
+
+MAX_RANKS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonSpec:
+    """Every algorithm, and torch's DDP, on the same task.
+
+    Attributes:
+        links: rates such as "100mbit", or LOCAL for shared memory; torch's DDP then talks over loopback.
+        steps: rounded up to whole blocks.
+        target: the held-out loss that is raced for; None lets the contestants decide.
+    """
+
+    task: str
+    algorithms: tuple[str, ...]
+    ranks: int
+    links: tuple[str, ...]
+    steps: int
+    target: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        task_named(self.task, self.seed)
+        parse_algorithms(self.algorithms)
+        if not 2 <= self.ranks <= MAX_RANKS:
+            raise ConfigError(f"ranks={self.ranks}: synchronising is compared with 2 to {MAX_RANKS} ranks.")
+        if self.steps < 1:
+            raise ConfigError(f"steps={self.steps}: give a number at least 1.")
+        if not self.links:
+            raise ConfigError("--bandwidth names no link. Give a list such as 100mbit,1gbit,local.")
+        for link in self.links:
+            parse_link(link)
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.steps // BLOCK_STEPS)
+
+    @property
+    def num_steps(self) -> int:
+        return self.num_blocks * BLOCK_STEPS
+
+    @property
+    def evaluate_every(self) -> int:
+        """In blocks: about twenty times in a run, and after the last."""
+        return max(1, self.num_blocks // 20)
+
+    def command(self) -> str:
+        """The command that repeats it."""
+        options = {
+            "task": self.task,
+            "algorithms": self.algorithms,
+            "ranks": self.ranks,
+            "bandwidth": self.links,
+            "steps": self.steps,
+            "target": self.target,
+            "seed": self.seed or None,
+        }
+        return command_line("murmura compare", options)
+
+
+def parse_link(text: str) -> str:
+    """A rate, or LOCAL, as it is written in reports."""
+    link = text.strip().lower().replace(" ", "")
+    if link != LOCAL:
+        parse_rate(link)
+    return link

@@ -1,0 +1,235 @@
+"""The comparison: which way of synchronising reaches a loss first, on which link, and what it sends for that.
+
+`run_comparison` starts the ranks, a world for each link, and reads what they left; the rest is arithmetic on `Run`s.
+The JSON form has the fields of `Row` and `Comparison`, and "schema_version": 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from murmura import Algorithm, AsyncModelAverageAlgorithm, DecentralizedAlgorithm, UsageError
+from murmura.algorithms import algorithm_named
+from murmura.tools import ranks
+from murmura.tools.experiments.breakdown import Breakdown, readable_bytes, slowest_turns
+from murmura.tools.experiments.compare_rank import PROGRESS, compare_as_rank, described, run_path
+from murmura.tools.experiments.compare_spec import BASELINE, BLOCK_STEPS, LOCAL, TORCH_DDP, ComparisonSpec
+from murmura.tools.experiments.machine import Machine
+from murmura.tools.experiments.runs import Run
+from murmura.tools.experiments.traffic import bytes_per_step
+from murmura.tools.lab import Hosts
+from murmura.tools.progress import Tell, silent, watching
+from murmura.transports.decorators.throttled import parse_rate
+
+STEP_SECONDS = 60.0  # a world that takes longer than this for a step of each contestant is stuck
+SOUND = 1.1  # times the loss of plain all-reduce: who ends above has not learnt as well
+APART = 1.25  # times: predicted step times closer than this may come in any order
+SCHEMA_VERSION = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant on one link.
+
+    Attributes:
+        steps_to_target, seconds_to_target: to the first evaluation at or below the target; None if there is none.
+        step_ms: of the slowest rank; the median over turns of `BLOCK_STEPS` steps.
+        compute_ms: the part of a step in which a rank does not wait; None for torch's DDP, of which it is not known.
+        step_bytes: what a rank sends in a step: as the link counted where it can, else from the operations called.
+        formula_bytes: the same by the algorithm's formula.
+    """
+
+    link: str
+    contestant: str
+    steps_to_target: int | None
+    seconds_to_target: float | None
+    step_ms: float
+    compute_ms: float | None
+    step_bytes: float
+    formula_bytes: float
+    final_loss: float
+    consensus_distance: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A finished comparison.
+
+    Attributes:
+        configurations: by contestant, what the name stands for.
+        notes: by link, how it was made, and who is missing for that.
+        verdicts: by link, a sentence that says which algorithm to use there, and why.
+    """
+
+    spec: ComparisonSpec
+    date: str
+    machine: Machine
+    target: float
+    num_parameters: int
+    configurations: dict[str, str]
+    notes: dict[str, str]
+    rows: tuple[Row, ...]
+    verdicts: dict[str, str]
+
+    def of_link(self, link: str) -> list[Row]:
+        return [row for row in self.rows if row.link == link]
+
+    def to_json(self) -> str:
+        fields = {"benchmark": "compare", "schema_version": SCHEMA_VERSION, "command": self.spec.command()}
+        return json.dumps({**fields, **asdict(self)}, indent=2) + "\n"
+
+
+def run_comparison(spec: ComparisonSpec, folder: Path, on_progress: Tell = silent) -> tuple[Comparison, list[Run]]:
+    """Carry out `spec`; every contestant leaves a run folder in `folder`. `on_progress` is called from a thread."""
+    notes = {}
+    with watching(folder / PROGRESS, on_progress):
+        for link in spec.links:
+            notes[link] = _run_link(spec, link, folder.absolute())
+    for leftover in [folder / PROGRESS, *folder.glob(".meeting-*")]:
+        leftover.unlink(missing_ok=True)
+    paths = [run_path(folder, link, name) for link in notes for name in (TORCH_DDP, *spec.algorithms)]
+    runs = [Run.read(path) for path in paths if path.is_dir()]  # torch's DDP is not on every link
+    return compared(spec, runs, notes), runs
+
+
+def _run_link(spec: ComparisonSpec, link: str, folder: Path) -> str:
+    """Run the world of `link`; returns how the link was made."""
+    what = f"the comparison on {link}"
+    if link == LOCAL:
+        ranks.run_here(what, compare_as_rank, spec.ranks, spec, link, folder, False)
+        return "shared memory; torch's DDP on Gloo over loopback"
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(Hosts(spec.ranks, link))
+        except UsageError as error:
+            ranks.run_here(what, compare_as_rank, spec.ranks, spec, link, folder, False)
+            return f"ThrottledTransport, so torch's DDP is not compared. ({error})"
+        call = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="murmura-compare-")))
+        command = ranks.command(call, compare_as_rank, spec, link, folder, True)
+        variables = {"MURMURA_TRANSPORT": "gloo", "MURMURA_TIMEOUT": f"{ranks.WAIT_SECONDS:g}", "OMP_NUM_THREADS": "1"}
+        seconds = STEP_SECONDS * spec.num_steps * (len(spec.algorithms) + 1)
+        hosts.run(command, env=variables, capture=True, timeout=seconds)
+    return "Gloo between hosts in network namespaces"
+
+
+# What the runs amount to
+
+
+def compared(spec: ComparisonSpec, runs: Sequence[Run], notes: dict[str, str]) -> Comparison:
+    """Rows and verdicts of runs that were made just now on this machine."""
+    target = spec.target if spec.target is not None else common_target(runs)
+    num_parameters = runs[0].result["num_parameters"]
+    rows = tuple(row_of(run, target, num_parameters) for run in runs)
+    verdicts = {
+        link: verdict([row for row in rows if row.link == link], spec, target, num_parameters) for link in spec.links
+    }
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    about = {row.contestant: described(row.contestant, spec.num_steps) for row in rows}
+    return Comparison(spec, date, Machine.here(), target, num_parameters, about, notes, rows, verdicts)
+
+
+def common_target(runs: Sequence[Run]) -> float:
+    """The loss that all reach who learn about as well as plain all-reduce; if that is not there, as the best."""
+    finals = {(run.settings["algorithm"]): run.result["loss"] for run in runs}
+    plain = finals.get(BASELINE, finals.get(TORCH_DDP, min(finals.values())))
+    return float(max(run.result["loss"] for run in runs if run.result["loss"] <= SOUND * plain))
+
+
+def row_of(run: Run, target: float, num_parameters: int) -> Row:
+    name, num_ranks = run.settings["algorithm"], run.num_ranks
+    turns = slowest_turns(run.records)
+    reached: int | None = None
+    for step, loss in evaluations(run):
+        if loss <= target:
+            reached = step
+            break
+    measured = run.result.get("wire_bytes_per_step")
+    by_rank = [Breakdown.of(records, num_ranks) for records in run.records.values()]
+    return Row(
+        link=run.settings["bandwidth"] or LOCAL,
+        contestant=name,
+        steps_to_target=reached,
+        seconds_to_target=None if reached is None else sum(turns[: reached // BLOCK_STEPS]) * BLOCK_STEPS / 1000,
+        step_ms=statistics.median(turns),
+        compute_ms=None if name == TORCH_DDP else statistics.fmean(each.compute_ms for each in by_rank),
+        step_bytes=statistics.fmean(each.step_bytes for each in by_rank) if measured is None else measured,
+        formula_bytes=formula_bytes(name, num_parameters, num_ranks),
+        final_loss=run.result["loss"],
+        consensus_distance=run.result["consensus_distance"],
+    )
+
+
+def formula_bytes(contestant: str, num_parameters: int, num_ranks: int) -> float:
+    """What a rank sends in most of its steps: those of QAdam after its warm-up."""
+    return bytes_per_step(_algorithm(contestant), num_parameters, num_ranks)
+
+
+def _algorithm(contestant: str) -> Algorithm:
+    return algorithm_named(BASELINE if contestant == TORCH_DDP else contestant)
+
+
+def evaluations(run: Run) -> list[tuple[int, float]]:
+    """Steps done, and the held-out loss then."""
+    return [(each.step + 1, each.logged["held_out"]) for each in run.records[0] if "held_out" in each.logged]
+
+
+def predicted_ms(row: Row, compute_ms: float) -> tuple[float, float]:
+    """Bounds of a step's time by the formula: so much computing, and the bytes on the link.
+
+    Both are the same but for algorithms whose exchange travels while the next gradients are computed: how much of it
+    that hides is left open.
+    """
+    link_ms = 0.0 if row.link == LOCAL else row.formula_bytes / parse_rate(row.link) * 1000
+    hides = isinstance(_algorithm(row.contestant), DecentralizedAlgorithm | AsyncModelAverageAlgorithm)
+    total_ms = compute_ms + link_ms
+    return (max(compute_ms, link_ms) if hides else total_ms), total_ms
+
+
+def contradictions(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Pairs of one link whose step times come in another order than the formulas say, though these are far apart."""
+    compute_ms = statistics.median(row.compute_ms for row in rows if row.compute_ms is not None)
+    wrong = []
+    for one, other in itertools.permutations(rows, 2):
+        _, at_most = predicted_ms(one, compute_ms)
+        at_least, _ = predicted_ms(other, compute_ms)
+        if at_most * APART < at_least and one.step_ms > other.step_ms:
+            wrong.append((one, other))
+    return wrong
+
+
+def verdict(rows: Sequence[Row], spec: ComparisonSpec, target: float, num_parameters: int) -> str:
+    """One sentence: what to use on this link, and why."""
+    own = [row for row in rows if row.contestant != TORCH_DDP]
+    link = "within this machine" if own[0].link == LOCAL else f"at {own[0].link}"
+    what = f"For {spec.task} ({num_parameters / 1e6:.2g} M parameters) with {spec.ranks} ranks {link}"
+    arrived = [row for row in own if row.seconds_to_target is not None]
+    if not arrived:
+        return f"{what} nobody reached a loss of {target:.3f} in {spec.num_steps} steps: take more steps."
+    best = min(arrived, key=lambda row: row.seconds_to_target or 0.0)
+    plain = next((row for row in rows if row.contestant == BASELINE), None)
+    said = f"{what} use {best.contestant}: it reached a loss of {target:.3f} in {best.seconds_to_target:.1f} s"
+    if plain is None or plain is best:
+        others = [row for row in arrived if row is not best]
+        if not others:
+            return f"{said}, and nobody else did in {spec.num_steps} steps."
+        next_best = min(others, key=lambda row: row.seconds_to_target or 0.0)
+        return (
+            f"{said}, {next_best.contestant} in {next_best.seconds_to_target:.1f} s; it takes {best.step_ms:.0f} ms a "
+            f"step and {best.steps_to_target} steps, the other {next_best.step_ms:.0f} ms and "
+            f"{next_best.steps_to_target} steps."
+        )
+    sends = (
+        f"a step sends {readable_bytes(best.step_bytes)} instead of {readable_bytes(plain.step_bytes)} and takes "
+        f"{best.step_ms:.0f} instead of {plain.step_ms:.0f} ms"
+    )
+    if plain.seconds_to_target is None or best.seconds_to_target is None:
+        return f"{said}, which {BASELINE} did not reach in {spec.num_steps} steps; {sends}."
+    return f"{said}, {BASELINE} in {plain.seconds_to_target:.1f} s, because {sends}."

@@ -1,0 +1,175 @@
+"""A run on disk: what it was asked to do, what every rank measured, and where it stands.
+
+    run.json                        settings, configuration (what the algorithm's name stands for), machine, status,
+                                    result
+    metrics/from-000000000/         rank-0.jsonl, ...: a record for every step (`murmura.observe.Record`)
+    metrics/from-000000050/         those after a resumption at step 50, which replace the later ones of the part before
+    checkpoints/step-000000050/     see `Checkpointer`
+
+`RunFolder` is the place, for who trains; `Run` is what can be read there, for who looks at it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from murmura.errors import ConfigError, MurmuraError
+from murmura.observe import Record, read_records
+from murmura.tools.experiments.machine import Machine
+from murmura.tools.experiments.recipes import configuration
+from murmura.tools.experiments.settings import TrainSettings
+
+SCHEMA_VERSION = 1
+FILE = "run.json"
+PART = "from-"
+RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
+
+
+def make_folder(path: Path) -> None:
+    """A folder to write to, with those above it; a `ConfigError` where there can be none."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"nothing can be written to {path}: {error.strerror}. Name another folder.") from None
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The places in a run's folder."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path) -> RunFolder:
+        """A new one; a `ConfigError` where a run is already, or none can be."""
+        if (path / FILE).exists():
+            raise ConfigError(f"{path} holds a run already. Go on with it (--resume {path}), or name another folder.")
+        make_folder(path)
+        return cls(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics"
+
+    def part(self, step: int) -> Path:
+        """Where the records of a start at `step` go."""
+        return self.metrics / f"{PART}{step:09}"
+
+    def forget_after(self, step: int) -> None:
+        """Remove the records of starts after `step`: the run goes on from there."""
+        for path in self.metrics.glob(f"{PART}*"):
+            if _begin(path) > step:
+                shutil.rmtree(path)
+
+    def write(self, run: Mapping[str, Any]) -> None:
+        """Replace run.json, which is there as a whole at every instant."""
+        partial = self.path / f".{FILE}.partial"
+        try:
+            partial.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **run}, indent=2) + "\n", encoding="utf-8")
+            os.replace(partial, self.path / FILE)
+        except OSError as error:
+            raise MurmuraError(f"{self.path / FILE} cannot be written: {error.strerror}.") from error
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stands in a run's folder.
+
+    Attributes:
+        records: by rank, in the order of steps; of a step that was taken twice, the later one. A rank has at least one.
+    """
+
+    name: str
+    path: Path
+    settings: dict[str, Any]
+    configuration: str
+    machine: dict[str, Any]
+    status: str
+    result: dict[str, Any]
+    records: Mapping[int, list[Record]] = field(repr=False)
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self.settings["ranks"])
+
+    @classmethod
+    def read(cls, path: Path) -> Run:
+        """A `ConfigError` says what is missing in `path`, or wrong."""
+        told = read_run_file(path)
+        try:
+            records = _records(path / "metrics")
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"the records in {path / 'metrics'} cannot be read: {error}.") from None
+        return cls(
+            name=told.get("name") or path.absolute().name,
+            path=path,
+            settings=told["settings"],
+            configuration=told.get("configuration") or "",
+            machine=told["machine"],
+            status=told["status"],
+            result=told.get("result") or {},
+            records=records,
+        )
+
+
+def read_run_file(path: Path) -> dict[str, Any]:
+    """What run.json in `path` says; a `ConfigError` if there is none that this version reads."""
+    if not path.is_dir():
+        raise ConfigError(f"there is no folder {path}. Name the folder of a run, as `murmura train` printed it.")
+    try:
+        told: dict[str, Any] = json.loads((path / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} holds no run: there is no {FILE} in it. Name the folder of a run.") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path / FILE} cannot be read: {error}.") from None
+    if not isinstance(told, dict) or told.get("schema_version") != SCHEMA_VERSION:
+        raise ConfigError(f"{path / FILE} is not of version {SCHEMA_VERSION}, which this murmura reads.")
+    missing = [name for name in ("settings", "machine", "status") if name not in told]
+    if missing:
+        raise ConfigError(f"{path / FILE} is damaged: {', '.join(missing)} is missing.")
+    return told
+
+
+def settings_of(path: Path) -> TrainSettings:
+    """Those of the run in `path`, to go on with it."""
+    told = read_run_file(path)
+    try:
+        return TrainSettings(**told["settings"])
+    except TypeError as error:
+        raise ConfigError(f"the run in {path} cannot be resumed: {error}.") from None
+
+
+def described(settings: TrainSettings, status: str, **result: Any) -> dict[str, Any]:
+    """The contents of run.json."""
+    return {
+        "settings": asdict(settings),
+        "configuration": configuration(settings.algorithm, settings.steps),
+        "machine": asdict(Machine.here()),
+        "status": status,
+        "result": result,
+    }
+
+
+def _records(metrics: Path) -> dict[int, list[Record]]:
+    records: dict[int, list[Record]] = {}
+    for begin, path in sorted((_begin(path), path) for path in metrics.glob(f"{PART}*")):
+        for rank, later in read_records(path).items():
+            records[rank] = [record for record in records.get(rank, []) if record.step < begin] + later
+    return {rank: taken for rank, taken in sorted(records.items()) if taken}
+
+
+def _begin(part: Path) -> int:
+    return int(part.name.removeprefix(PART))

@@ -1,0 +1,80 @@
+"""Hosts: a handful of simulated hosts for as long as a `with` block lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self, overload
+
+from murmura.tools.lab import namespaces, network, running
+from murmura.tools.lab.network import Host
+
+__all__ = ["Hosts"]
+
+
+class Hosts(Sequence[Host]):
+    """`n` network namespaces joined by links of `rate` ("100mbit", "1gbit"; None: as fast as the kernel can).
+
+    To murmura and to torch they are hosts of their own, with addresses of their own. They need root and iproute2, add
+    nothing to the machine's own network and have no way out to it. `close` ends every process in them and removes
+    them; if this process is killed first, the next lab on this machine does.
+    """
+
+    def __init__(self, n: int, rate: str | None = None) -> None:
+        network.check(n, rate)
+        namespaces.check_tools()
+        network.remove_leftovers()
+        self.rate = rate
+        self._lab = namespaces.new_lab()
+        try:
+            self._hosts = network.build(self._lab, n, rate)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        ranks_per_host: int = 1,
+        env: Mapping[str, str] | None = None,
+        capture: bool = False,
+        timeout: float = 600.0,
+    ) -> list[str]:
+        """Run `command` on every host, `ranks_per_host` times each, as the ranks of one world.
+
+        They find the variables that torchrun sets, so that `murmura.connect()` joins them; `env` is added. With
+        `capture` each rank's standard output is returned, in rank order; else it goes where this process's goes.
+        If a rank fails, the others are ended and `PeerLost` tells which; after `timeout` seconds `PeerTimeout`.
+        """
+        return running.run(
+            self._hosts, command, ranks_per_host=ranks_per_host, env=env, capture=capture, timeout=timeout
+        )
+
+    def shape(self, rate: str) -> None:
+        """Give every link another rate, also while something runs on the hosts."""
+        network.check(len(self), rate)
+        network.shape(self._lab, self._hosts, rate)
+        self.rate = rate
+
+    def close(self) -> None:
+        """Idempotent."""
+        namespaces.remove(namespaces.labs().get(self._lab, []))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    @overload
+    def __getitem__(self, index: int) -> Host: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Host]: ...
+    def __getitem__(self, index: int | slice) -> Host | Sequence[Host]:
+        return self._hosts[index]

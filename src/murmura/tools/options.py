@@ -1,0 +1,62 @@
+"""What the options of commands have in common: lists separated by commas, and the command that repeats an order."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from murmura.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def parse_list(values: str | Iterable[str], parse: Callable[[str], T]) -> tuple[T, ...]:
+    """The entries of one or several lists separated by commas; each counts once, in order.
+
+    One `ConfigError` tells about every entry that `parse` refuses.
+    """
+    lists = [values] if isinstance(values, str) else values
+    found: dict[T, None] = {}
+    faults = []
+    for entry in (entry.strip() for each in lists for entry in each.split(",")):
+        try:
+            found[parse(entry)] = None
+        except ConfigError as error:
+            faults.append(str(error))
+    if faults:
+        raise ConfigError("\n".join(dict.fromkeys(faults)))
+    return tuple(found)
+
+
+def one_of(names: Iterable[str], option: str) -> Callable[[str], str]:
+    """A function for `parse_list` that refuses what is not among `names`."""
+    known = list(names)
+
+    def parse(entry: str) -> str:
+        if entry not in known:
+            raise ConfigError(f"{option}={entry!r} is unknown. Known: {', '.join(map(repr, known))}.")
+        return entry
+
+    return parse
+
+
+def command_line(command: str, options: Mapping[str, object]) -> str:
+    """`command` with those of the options that are not None; a tuple becomes a list separated by commas."""
+    words = command.split()
+    for name, value in options.items():
+        if value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            words += [f"--{name}", f"{text:g}" if isinstance(text, float) else str(text)]
+    return shlex.join(words)
+
+
+def check_seconds(seconds: float) -> list[str]:
+    """What is wrong with a time to measure for."""
+    return [] if 0 < seconds < float("inf") else [f"{seconds} is not a time to measure for. Give seconds above 0."]
+
+
+def raise_faults(faults: Iterable[str]) -> None:
+    """One `ConfigError` for all of them, if there are any."""
+    if told := "\n".join(faults):
+        raise ConfigError(told)

@@ -1,0 +1,82 @@
+"""How far a measurement has come: rank 0 writes lines to a file, a thread of the starting process reads them.
+
+A file serves every way of starting ranks, and tells a rank that works from one that hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from murmura import Transport
+
+PERIOD_SECONDS = 0.25
+
+
+class Progress(NamedTuple):
+    """How far the stage of this number has come; at its end `rounds` says how many there were."""
+
+    stage: int
+    fraction: float
+    rounds: int = 0
+
+
+Tell = Callable[[Progress], None]
+
+
+def silent(progress: Progress) -> None:
+    """Tell nobody."""
+
+
+class ProgressFile:
+    """Writes progress, at most a few times a second; the end of a stage always."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._next = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if now >= self._next or progress.fraction == 1:
+            self._next = now + PERIOD_SECONDS
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(progress) + "\n")
+
+
+def teller(transport: Transport, path: Path) -> Tell:
+    """What a rank tells its progress to: the file on rank 0, nobody on the others."""
+    return ProgressFile(path) if transport.rank == 0 else silent
+
+
+@contextlib.contextmanager
+def watching(path: Path, on_progress: Tell) -> Iterator[None]:
+    """Call `on_progress`, in a thread of its own, for each line that is written to `path`."""
+    path.touch()
+    ended = threading.Event()
+
+    def watch() -> None:
+        with path.open(encoding="utf-8") as file:
+            line = ""
+            while True:
+                last = ended.is_set()  # asked before reading, so that the last line is read
+                while part := file.readline():
+                    line += part
+                    if line.endswith("\n"):
+                        on_progress(Progress(*json.loads(line)))
+                        line = ""
+                if last:
+                    return
+                ended.wait(PERIOD_SECONDS)
+
+    thread = threading.Thread(target=watch, name="murmura-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

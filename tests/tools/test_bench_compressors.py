@@ -1,0 +1,78 @@
+"""`murmura bench compressors` from its options to its table and file, on small tensors; no speed is asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from murmura import MinMaxUInt8
+from murmura.tools.bench import compressors
+from murmura.tools.cli.main import app
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["bench", "compressors", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_every_operation_is_measured_beside_a_copy(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    threads = torch.get_num_threads()
+    status, table, progress = run("--size", "1MiB", "--cuda-size", "1MiB", "--seconds", "0.05", "--json", str(file))
+    assert status == 0
+    assert progress.startswith("cpu: ")
+    assert "x copy" in table
+    assert str(file) in table
+    assert torch.get_num_threads() == threads
+    told = json.loads(file.read_text(encoding="utf-8"))
+    assert told["command"] == "murmura bench compressors --size 1MiB --cuda-size 1MiB --seconds 0.05"
+    rows = [row for row in told["rows"] if row["device"] == "cpu"]
+    operations = {(row["compressor"], row["operation"]) for row in rows}
+    names = [repr(compressor) for compressor in compressors.COMPRESSORS]
+    assert operations == {("copy", "copy")} | {(n, o) for n in names for o in ("encode", "decode", "decode-add")}
+    copy = rows[0]
+    assert (copy["times_copy"], copy["of_copy_bandwidth"], copy["least_bytes"]) == (1, 1, 2 * 2**20)
+    for row in rows:
+        first, third = row["quartiles"]
+        assert 0 < first <= row["microseconds"] <= third
+        assert row["times_copy"] == pytest.approx(row["microseconds"] / copy["microseconds"])
+        speed, copied = (each["least_bytes"] / each["microseconds"] for each in (row, copy))
+        assert row["of_copy_bandwidth"] == pytest.approx(speed / copied)
+    encode, decode, decode_add = rows[1:4]
+    payload = MinMaxUInt8().payload_bytes(2**18, torch.float32)
+    assert encode["least_bytes"] == decode["least_bytes"] == 2**20 + payload
+    assert decode_add["least_bytes"] == 2 * 2**20 + payload
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--size", "4KB"), "'4KB': 'KB' is not a unit of size here"),
+        (("--size", "3"), "3 bytes are no whole number of float32 elements"),
+        (("--cuda-size", "0"), "0 bytes are no whole number of float32 elements"),
+        (("--seconds", "0"), "is not a time to measure for"),
+        (("--json", "/no/such/folder/file.json"), "/no/such/folder"),
+    ],
+)
+def test_a_bad_option_is_told_plainly(arguments: tuple[str, ...], message: str) -> None:
+    status, _, error = run(*arguments)
+    assert status != 0
+    assert message in " ".join(error.split())
+
+
+def test_a_compressor_that_decodes_wrongly_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful(MinMaxUInt8):
+        def decompress(self, payload: Tensor, out: Tensor) -> None:
+            out.zero_()
+
+    monkeypatch.setattr(compressors, "COMPRESSORS", (Forgetful(),))
+    status, _, error = run("--size", "4KiB", "--seconds", "0.05")
+    assert status == 1
+    assert "decoded wrongly on cpu" in " ".join(error.split())

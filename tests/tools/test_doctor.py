@@ -1,0 +1,400 @@
+"""`murmura doctor`: each rule on invented facts, each reader on an invented system, the command on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from murmura import PeerLost, run_world
+from murmura.tools.cli import doctor
+from murmura.tools.cli.main import app
+from murmura.tools.doctor import accelerators as gpu
+from murmura.tools.doctor import leftovers as left
+from murmura.tools.doctor import live_probes as live
+from murmura.tools.doctor import memory, network, processor, shared_memory, software
+from murmura.tools.doctor.attempts import attempt, in_words
+from murmura.tools.doctor.cgroups import Limits, read_limits
+from murmura.tools.doctor.examination import examine_section
+from murmura.tools.doctor.findings import Diagnosis, Finding, Section, Status
+from murmura.tools.doctor.interfaces import Interface, Kernel, Scope, read_interfaces, scope_of
+from murmura.tools.doctor.network import Resolved
+
+GIB = 2**30
+LO = Interface("lo", ("127.0.0.1", "::1"), is_loopback=True)
+LAN = Interface("eth0", ("10.0.0.2",))
+WAN = Interface("ens5", ("8.8.4.4",))
+HOME = Resolved("127.0.1.1", True)
+
+SOFTWARE = software.SoftwareFacts(
+    system="Linux", release="6.1", machine="x86_64", python=(3, 12, 3), murmura="0.1.0", torch="2.13.0+cpu",
+    torch_build="CPU", numpy="2.4.0", numpy_fault="", world="rank 0 of a world of 1", world_fault="",
+)  # fmt: skip
+PROCESSOR = processor.ProcessorFacts(cores=8, usable=8, torch_threads=8)
+MEMORY = memory.MemoryFacts(total_bytes=32 * GIB, available_bytes=20 * GIB)
+SHARED = shared_memory.SharedMemoryFacts(supported=True, total_bytes=32 * GIB, open_files=1024, dev_shm_bytes=16 * GIB)
+NETWORK = network.NetworkFacts(interfaces=(LAN, LO), host_name="node1", resolved=(Resolved("10.0.0.2", True),))
+GPUS = gpu.AcceleratorFacts(torch_build="CUDA 12.8", gpus=("H200 (140 GiB)",) * 2, nccl="2.27.3", has_driver=True)
+
+
+def net(**changes: Any) -> network.NetworkFacts:
+    return replace(NETWORK, **changes)
+
+
+ORPHAN = left.Process(42, "python train.py", 1, "systemd")
+TRIALS = [live.Trial((), (1e-4, 1e-3))] * 2
+
+
+@pytest.mark.parametrize(
+    ("judge", "facts"),
+    [
+        (software.judge, SOFTWARE),
+        (processor.judge, PROCESSOR),
+        (processor.judge, replace(PROCESSOR, quota=8.0, omp_num_threads="8,1")),
+        (memory.judge, MEMORY),
+        (memory.judge, replace(MEMORY, limit_bytes=64 * GIB)),
+        (shared_memory.judge, SHARED),
+        (shared_memory.judge, replace(SHARED, open_files=None, dev_shm_bytes=None)),
+        (network.judge, NETWORK),
+        (network.judge, net(resolved=(HOME,), gloo_interfaces=("eth0",))),
+        (gpu.judge, GPUS),
+        (gpu.judge, gpu.AcceleratorFacts(torch_build="CPU")),
+        (left.judge, left.LeftoverFacts()),
+        (left.judge, left.LeftoverFacts(processes=(left.Process(9, "python", 7, "python3"),))),
+    ],
+)
+def test_a_healthy_machine_needs_no_advice(judge: Callable[[Any], list[Finding]], facts: object) -> None:
+    assert {finding.status for finding in judge(facts)} == {Status.OK}
+
+
+@pytest.mark.parametrize(
+    ("judge", "facts", "status", "title", "advice"),
+    [
+        (software.judge, replace(SOFTWARE, python=(3, 10, 9)), "broken", "3.10.9 is too old", "3.11"),
+        (software.judge, replace(SOFTWARE, torch="2.5.1+cpu"), "broken", "2.5.1+cpu is too old", "upgrade torch"),
+        (software.judge, replace(SOFTWARE, torch="nightly"), "broken", "nightly is too old", "2.6"),
+        (software.judge, replace(SOFTWARE, system="Darwin"), "note", "only a part of its work on Darwin", "Linux"),
+        (software.judge, replace(SOFTWARE, numpy_fault="Numpy is not available"), "broken", "numpy 2.4.0", "pip"),
+        (software.judge, replace(SOFTWARE, world_fault="Missing: RANK"), "broken", "make no sense", "Unset"),
+        (processor.judge, replace(PROCESSOR, quota=2.5), "warning", "the time of only 2.5 cores", "taskset -c 0-1"),
+        (processor.judge, replace(PROCESSOR, usable=4, torch_threads=4), "note", "4 of 8 cores", "taskset -c 0-7"),
+        (processor.judge, processor.ProcessorFacts(cores=1, usable=1), "note", "1 core", "trying things out"),
+        (processor.judge, replace(PROCESSOR, torch_threads=16), "warning", "16 threads on 8 cores", "at most 8"),
+        (processor.judge, replace(PROCESSOR, torch_threads=1, omp_num_threads="1"), "note", "1 thread on 8", "ranks"),
+        (processor.judge, replace(PROCESSOR, omp_num_threads="500m"), "warning", "OMP_NUM_THREADS=500m", "unset"),
+        (processor.judge, replace(PROCESSOR, omp_num_threads="0"), "warning", "no number of threads", "unset"),
+        (memory.judge, replace(MEMORY, available_bytes=GIB // 2), "warning", "only 0.5 GiB", "fewer ranks"),
+        (memory.judge, replace(MEMORY, limit_bytes=8 * GIB), "note", "allows 8.0 GiB", "docker run --memory"),
+        (memory.judge, replace(MEMORY, limit_bytes=GIB // 2), "warning", "allows 0.5 GiB", "raise it"),
+        (memory.judge, memory.MemoryFacts(total_bytes=None), "note", "unknown", "room"),
+        (shared_memory.judge, replace(SHARED, supported=False), "note", "not for this system", "kind='threads'"),
+        (shared_memory.judge, replace(SHARED, faults={"pidfd": "no"}), "broken", "no pidfd", "seccomp"),
+        (shared_memory.judge, replace(SHARED, address_space_bytes=48 * GIB), "broken", "too little", "ulimit -v"),
+        (shared_memory.judge, replace(SHARED, address_space_bytes=200 * GIB), "warning", "6 ranks", "ulimit -v"),
+        (shared_memory.judge, replace(SHARED, open_files=64), "warning", "only 64 open files", "ulimit -n"),
+        (shared_memory.judge, replace(SHARED, dev_shm_bytes=64 * 2**20), "note", "only 64 MiB", "--shm-size"),
+        (network.judge, net(resolved=(HOME,)), "warning", "to loopback", "GLOO_SOCKET_IFNAME=eth0"),
+        (network.judge, net(resolved=(HOME,)), "warning", "to loopback", "node1 the address 10.0.0.2"),
+        (network.judge, net(resolved=(), resolve_fault="gaierror"), "warning", "not resolve", "=eth0"),
+        (network.judge, net(resolved=(Resolved("10.9.9.9", False),)), "warning", "another", "=eth0"),
+        (network.judge, net(interfaces=(LO,), resolved=(HOME,)), "note", "to loopback", "that the others"),
+        (network.judge, net(interfaces=(LO,), resolved=(HOME,)), "note", "no interface", "bring a network"),
+        (network.judge, net(interfaces=(replace(LO, is_up=False), LAN)), "broken", "loopback is", "ip link"),
+        (network.judge, net(gloo_interfaces=("eth7",)), "broken", "no interface", "IFNAME=eth0, or unset"),
+        (network.judge, net(gloo_interfaces=("lo",)), "warning", "does not lead", "IFNAME=eth0"),
+        (network.judge, net(interfaces=(WAN, LO, LAN), gloo_interfaces=("ens5",)), "warning", "public", "IFNAME=eth0"),
+        (network.judge, net(interfaces=(WAN,), resolved=(Resolved("8.8.4.4", True),)), "warning",
+         "public", "VPN"),
+        (gpu.judge, gpu.AcceleratorFacts(torch_build="CPU", has_driver=True), "warning", "cannot use", "for CUDA"),
+        (gpu.judge, gpu.AcceleratorFacts(torch_build="CUDA 12.8", fault="old"), "warning", "cannot use", "nvidia-smi"),
+        (gpu.judge, replace(GPUS, gpus=("H200",)), "note", "for one rank", "shared memory"),
+        (gpu.judge, replace(GPUS, nccl=""), "note", "no NCCL", "Linux"),
+        (left.judge, left.LeftoverFacts(processes=(ORPHAN,)), "warning", "orphan processes: 42", "kill 42"),
+        (left.judge, left.LeftoverFacts(meeting_points=(left.MeetingPoint("@m", 7),)), "note", "points: 1", "kill 7"),
+        (left.judge, left.LeftoverFacts(meeting_points=(left.MeetingPoint("@m", None),)), "note", "points: 1", "user"),
+        (left.judge, left.LeftoverFacts(folders=(left.Folder("/t/murmura-x", 7200.0),)), "note", "folders: 1",
+         "rm -r /t/murmura-x"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told_with_advice(
+    judge: Callable[[Any], list[Finding]], facts: object, status: str, title: str, advice: str
+) -> None:
+    found = [finding for finding in judge(facts) if title in finding.title]
+    assert [finding.status for finding in found] == [status]
+    assert advice in found[0].advice
+
+
+def test_an_orphan_is_told_from_a_child_of_process_1() -> None:
+    assert ORPHAN.is_orphan
+    assert replace(ORPHAN, parent_name="sleep").is_orphan  # process 1 of a container
+    assert replace(ORPHAN, parent_pid=900).is_orphan  # a user's systemd
+    assert not replace(ORPHAN, parent_name="python3").is_orphan
+    assert not replace(ORPHAN, parent_pid=900, parent_name="bash").is_orphan
+
+
+@pytest.mark.parametrize(
+    ("address", "scope"),
+    [
+        ("127.0.1.1", Scope.LOOPBACK), ("::1", Scope.LOOPBACK), ("fe80::1%eth0", Scope.LINK_LOCAL),
+        ("192.168.1.9", Scope.PRIVATE), ("100.64.0.7", Scope.PRIVATE), ("fd00::2", Scope.PRIVATE),
+        ("8.8.4.4", Scope.PUBLIC), ("2a00:1450::1", Scope.PUBLIC),
+    ],
+)  # fmt: skip
+def test_scopes(address: str, scope: Scope) -> None:
+    assert scope_of(address) is scope
+
+
+def plant(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "limits"),
+    [
+        ({}, Limits()),
+        ({"proc/self/cgroup": "0::/a/b", "sys/cgroup.controllers": "", "sys/a/cpu.max": "150000 100000\n",
+          "sys/a/b/cpu.max": "max 100000\n", "sys/a/b/memory.max": "1024\n", "sys/a/memory.max": "max\n"},
+         Limits(1.5, 1024)),
+        ({"proc/self/cgroup": "4:cpu,cpuacct:/host/path\n3:memory:/j\n0::/", "sys/cpu/cpu.cfs_quota_us": "50000",
+          "sys/cpu/cpu.cfs_period_us": "100000", "sys/memory/memory.limit_in_bytes": "9223372036854771712",
+          "sys/memory/j/memory.limit_in_bytes": "4096", "sys/unified/memory.max": "max"}, Limits(0.5, 4096)),
+        ({"proc/self/cgroup": "4:cpu:/", "sys/cpu/cpu.cfs_quota_us": "-1", "sys/cpu/cpu.cfs_period_us": "100000"},
+         Limits()),
+    ],
+)  # fmt: skip
+def test_limits_of_control_groups_are_read(tmp_path: Path, files: dict[str, str], limits: Limits) -> None:
+    plant(tmp_path, files)
+    assert read_limits(tmp_path / "proc", tmp_path / "sys") == limits
+
+
+class FakeKernel(Kernel):
+    def names(self) -> list[str]:
+        return ["docker0", "eth0", "lo", "wlan0"]
+
+    def flags(self, name: str) -> int | None:
+        return {"docker0": 0x1043, "eth0": 0x1043, "lo": 0x49, "wlan0": 0x1003}[name]
+
+    def inet(self, name: str) -> str:
+        return {"eth0": "10.0.0.2", "lo": "127.0.0.1", "docker0": "172.17.0.1"}.get(name, "")
+
+
+def test_interfaces_are_read(tmp_path: Path) -> None:
+    (tmp_path / "docker0" / "bridge").mkdir(parents=True)
+    table = tmp_path / "if_inet6"
+    table.write_text("fe800000000000000000000000000001 02 40 20 80     eth0\n")
+    found = read_interfaces(FakeKernel(), table, tmp_path)
+    assert found == (
+        Interface("docker0", ("172.17.0.1",), is_bridge=True),
+        Interface("eth0", ("10.0.0.2", "fe80::1")),
+        Interface("lo", ("127.0.0.1",), is_loopback=True),
+        Interface("wlan0", is_up=False),
+    )
+    assert [each.name for each in network.reachable(found)] == ["eth0"]
+
+
+def test_the_resolver_is_asked_and_its_answer_tried() -> None:
+    facts = network.gather("eth0, eth1", resolve=lambda name: ["127.0.0.1", "192.0.2.77"])
+    assert facts.resolved == (Resolved("127.0.0.1", True), Resolved("192.0.2.77", False))
+    assert facts.gloo_interfaces == ("eth0", "eth1")
+    assert any(each.is_loopback and "127.0.0.1" in each.addresses for each in facts.interfaces)
+
+
+def test_leftovers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(left, "SETTLE_SECONDS", 0.0)
+    server = "python\0-c\0from multiprocessing.forkserver import main; main(5, 6, ['torch', 'murmura'])\0"
+    header = "Num RefCount Protocol Flags Type St Inode Path\n"
+    proc = plant(
+        tmp_path / "proc",
+        {
+            "1/comm": "systemd\n",
+            "50/cmdline": server, "50/stat": "50 (a ) b) S 1 50", "50/maps": "",
+            "51/cmdline": "python\0train.py\0", "51/stat": "51 (python) S 50 50", "51/maps": "7f00 /memfd:murmura",
+            "52/cmdline": "bash\0", "52/stat": "52 (bash) S 1 52", "52/maps": "7f00 /bin/bash",
+            "53/cmdline": "", "53/stat": "53 (kthread) S 2 0",
+            "net/unix": header + "0: 2 0 10000 5 1 777 @murmura-ab\n0: 3 0 0 5 3 778 @murmura-ab\n0: 2 0 0 1 1 5 /x\n",
+        },
+    )  # fmt: skip
+    (proc / "51" / "fd").mkdir()
+    (proc / "51" / "fd" / "3").symlink_to("socket:[777]")
+    temp = plant(tmp_path / "temp", {"murmura-old/store": "", "murmura-busy/store": "", "murmura-file": ""})
+    for path in ("murmura-old/store", "murmura-old", "murmura-busy", "murmura-file"):
+        os.utime(temp / path, (1000.0, 1000.0))
+    os.utime(temp / "murmura-busy" / "store", (8000.0, 8000.0))
+    facts = left.gather(proc, temp, now=9000.0)
+    assert [(each.pid, each.is_orphan) for each in facts.processes] == [(50, True), (51, False)]
+    assert facts.meeting_points == (left.MeetingPoint("@murmura-ab", 51),)
+    assert facts.folders == (left.Folder(str(temp / "murmura-old"), 8000.0),)
+
+
+def test_what_goes_away_by_itself_is_no_leftover(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(left, "LOOK_SECONDS", 0.0)
+    looks = iter([[ORPHAN, replace(ORPHAN, pid=43, parent_pid=7, parent_name="bash")], [ORPHAN], []])
+    assert left._lasting(lambda: next(looks), lambda process: process.is_orphan) == ()
+
+
+def test_half_of_a_launchers_variables_is_a_fault() -> None:
+    assert software.gather({}).world == "rank 0 of a world of 1"
+    assert "WORLD_SIZE" in software.gather({"RANK": "1"}).world_fault
+
+
+def test_an_attempt_answers_in_any_case() -> None:
+    event = threading.Event()
+    assert attempt(lambda: 7, 5.0).value == 7
+    failed = attempt(lambda: 1 // 0, 5.0)
+    assert isinstance(failed.fault, ZeroDivisionError)
+    assert isinstance(attempt(event.wait, 0.01).fault, TimeoutError)
+    event.set()
+    assert in_words(ValueError("a\n  b" + "c" * 500), 20) == "ValueError: a bccccc ..."
+
+
+def test_a_section_that_fails_is_a_finding() -> None:
+    found = examine_section(Section.NETWORK, lambda: [][1])
+    assert [(each.section, each.status) for each in found] == [(Section.NETWORK, Status.WARNING)]
+    assert "IndexError" in found[0].detail
+
+
+def test_every_rank_finds_its_sums_right() -> None:
+    trials = run_world(live.exercise, 3, False)
+    assert [trial.wrong for trial in trials] == [(), (), ()]
+    assert all(len(trial.seconds) == len(live.LENGTHS) for trial in trials)
+
+
+def test_a_wrong_sum_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    equal = torch.equal
+    monkeypatch.setattr(torch, "equal", lambda a, b: len(a) < 5000 and equal(a, b))
+    assert run_world(live.exercise, 2, False)[0].wrong == (live.LENGTHS[1],)
+
+
+def test_trials_are_judged() -> None:
+    assert live.judge(live.GLOO, TRIALS, 1.0).status is Status.OK
+    wrong = live.judge(live.GLOO, [TRIALS[0], live.Trial((1024,), (1e-4, 1e-3))], 1.0)
+    assert (wrong.status, "rank 1: [1024]" in wrong.detail) == (Status.BROKEN, True)
+    assert live.judge(live.GLOO, [TRIALS[0], live.Trial((), (0.5, 0.5))], 1.0).status is Status.WARNING
+    assert "nobody to exchange with" in live.judge(live.nccl(1), TRIALS[:1], 1.0).detail
+
+
+def test_the_worlds_that_can_run_here_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("murmura.tools.doctor.live_probes.futex.is_supported", lambda: True)
+    assert live.choose(0, False) == [live.THREADS, live.SHARED_MEMORY, live.GLOO]
+    assert live.choose(4, True)[-1].num_ranks == 4
+    assert live.choose(4, False) == live.choose(0, False)
+    monkeypatch.setattr("murmura.tools.doctor.live_probes.futex.is_supported", lambda: False)
+    assert live.choose(0, False) == [live.THREADS, live.GLOO]
+
+
+def test_a_world_that_fails_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> list[live.Trial]:
+        os.write(2, b"gloo: cannot connect\n\n")
+        raise PeerLost("rank 1 was killed by SIGSEGV.")
+
+    monkeypatch.setattr(live, "run_world", fail)
+    titles: list[str] = []
+    found = live.run([live.THREADS, live.GLOO], titles.append)
+    assert titles == ["threads", "processes over Gloo"]
+    assert [each.status for each in found] == [Status.BROKEN, Status.BROKEN]
+    assert found[1].detail == "PeerLost: rank 1 was killed by SIGSEGV. Its last words: gloo: cannot connect"
+    event = threading.Event()
+    monkeypatch.setattr(live, "run_world", lambda *args, **options: event.wait())
+    monkeypatch.setattr(live, "GRACE_SECONDS", 0.01)
+    assert "no answer" in live.try_out(replace(live.THREADS, timeout=0.01), 0.0, str).detail
+    event.set()
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["doctor", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+SICK = Diagnosis(
+    (
+        Finding(Section.MEMORY, Status.OK, "lots", "of memory"),
+        Finding(Section.NETWORK, Status.NOTE, "quiet", "no network", "Plug it in."),
+        Finding(Section.LIVE, Status.BROKEN, "gloo: failed", "no\nway", "Try again."),
+    )
+)
+
+
+def test_what_is_broken_sets_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda *args, **options: SICK)
+    status, text = run()
+    assert status == 1
+    assert text.splitlines() == [
+        "memory", "  ok       lots: of memory",
+        "network", "  note     quiet: no network", "           -> Plug it in.",
+        "live", "  broken   gloo: failed: no way", "           -> Try again.",
+        "1 thing is broken; 1 note.",
+    ]  # fmt: skip
+    status, text = run("--json", "-")
+    assert (status, json.loads(text)["status"]) == (1, "broken")
+    monkeypatch.setattr(doctor, "examine", lambda *args, **options: Diagnosis(SICK.findings[:2]))
+    assert run()[0] == 0
+
+
+def test_a_terminal_gets_marks() -> None:
+    with open(os.devnull, "w") as nowhere:
+        console = Console(width=60, record=True, file=nowhere)
+        console.print(doctor.table_of(SICK))
+        marks = [line.rstrip() for line in console.export_text().splitlines()]
+        console.print(doctor.table_of(SICK, ascii_only=True))
+        assert console.export_text().isascii()
+    assert marks[1] == "✓ lots  of memory"
+    assert "✗ gloo: failed  no" in marks
+    assert marks[-1] == "  → Try again."
+
+
+def test_settings_of_other_libraries_are_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    status, text = run("--no-live")
+    assert status == 1
+    assert "GLOO_SOCKET_IFNAME=nowhere0 names no interface" in text
+    assert "OMP_NUM_THREADS=many is no number" in text
+    assert "not tried" in text
+
+
+def await_end_of_group(pid: int, seconds: float = 10.0) -> None:
+    """multiprocessing's server ends by itself when its process has, and takes its time where others are busy."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(pid, 0)
+            time.sleep(0.02)
+
+
+def test_this_machine_is_fit_and_nothing_but_json_is_printed() -> None:
+    command = [sys.executable, "-m", "murmura", "doctor", "--json", "-"]
+    with tempfile.TemporaryDirectory(prefix="m-") as temp:  # a short name, for sockets are made in it
+        variables = {**os.environ, "TMPDIR": temp}
+        with subprocess.Popen(
+            command, stdout=PIPE, stderr=PIPE, text=True, env=variables, start_new_session=True
+        ) as done:
+            out, error = done.communicate()
+        await_end_of_group(done.pid)
+        assert list(Path(temp).glob("murmura-*")) == []
+    assert done.returncode == 0, out + error
+    told = json.loads(out)
+    assert {each["section"] for each in told["findings"]} == set(Section)
+    assert {each["status"] for each in told["findings"]} <= set(Status) - {"broken"}
+    assert all(bool(each["advice"]) == (each["status"] != "ok") for each in told["findings"])
+    assert len([each for each in told["findings"] if each["section"] == "live"]) >= 3
+    assert "Traceback" not in error
