@@ -85,6 +85,10 @@ class ModelReplica:
                     "DDP(ddp.into_inner(), ...)."
                 )
 
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient that is not zero."""
+        return any(bool(each.grad.any()) for each in self.parameters if each.grad is not None)
+
     def trainable(self) -> list[int]:
         """The indices of the parameters that want a gradient now."""
         return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]

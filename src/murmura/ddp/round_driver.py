@@ -106,16 +106,14 @@ class RoundDriver:
         self._notice_exception()
         self.round.apply(Event.SWITCH)
         self.settle()
-        successor = replace_algorithm(self.algorithm, algorithm, self.replica)
-        self.algorithm = successor
+        self.algorithm = replace_algorithm(self.algorithm, algorithm, self.replica)
         self._take_in_thawed(running=False)
-        self._start(successor)
+        self._start(self.algorithm)
 
     @property
     def _exchanges_gradients(self) -> bool:
-        algorithm = self.algorithm
-        alone = self.channel.world_size == 1 and not algorithm.works_alone
-        return algorithm.exchanges is Exchanges.GRADIENTS and not alone
+        has_work = self.channel.world_size > 1 or self.algorithm.works_alone
+        return has_work and self.algorithm.exchanges is Exchanges.GRADIENTS
 
     @property
     def _exchanges_weights(self) -> bool:
@@ -164,13 +162,10 @@ class RoundDriver:
     def settle_for_good(self) -> None:
         """As `settle`, before the state is read; refused where that would lose gradients."""
         self._notice_exception()
-        if self.round.phase is Phase.ACCUMULATED and not self._has_gradients():
+        if self.round.phase is Phase.ACCUMULATED and not self.replica.has_gradients():
             self.round.apply(Event.DISCARD)
         self.round.apply(Event.SAVE, "saving the state (algorithm_state_dict, Checkpointer.save)")
         self.settle()
-
-    def _has_gradients(self) -> bool:
-        return any(bool(each.grad.any()) for each in self.replica.parameters if each.grad is not None)
 
     def before_load(self) -> None:
         """The module is about to load weights: what is owed belongs to those that are replaced."""
