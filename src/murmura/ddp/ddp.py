@@ -166,7 +166,7 @@ class DDP(nn.Module):
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Take over parameters and buffers of `root`, in place: optimizers built before stay valid. Collective."""
-        self._driver.before_load()
+        self._driver.settle()
         self._take_over(root)
         self._driver.after_load()
 

@@ -29,7 +29,7 @@ class Hooked(Protocol):
 
     def gradient_came(self, parameter: nn.Parameter) -> None: ...
 
-    def before_load(self) -> None: ...
+    def settle(self) -> None: ...
 
     def after_load(self) -> None: ...
 
@@ -101,7 +101,7 @@ class _BeforeLoad(_ModuleHook):
     def __call__(self, called: nn.Module, *args: Any) -> None:
         owner = self._owner()
         if owner is not None and called is self._module():
-            owner.before_load()
+            owner.settle()  # what is owed belongs to the weights that are replaced
 
 
 class _AfterLoad(_ModuleHook):

@@ -167,10 +167,6 @@ class RoundDriver:
         self.round.apply(Event.SAVE, "saving the state (algorithm_state_dict, Checkpointer.save)")
         self.settle()
 
-    def before_load(self) -> None:
-        """The module is about to load weights: what is owed belongs to those that are replaced."""
-        self.settle()
-
     def after_load(self) -> None:
         """Other weights are there: what the algorithm derived from the former ones is void."""
         self.algorithm.weights_replaced()
