@@ -52,7 +52,10 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
     def setup(self, replica: Replica) -> None:
         self._replica = replica
-        self._weights = FlatWeights(replica)
+        self._use(FlatWeights(replica))
+
+    def _use(self, weights: FlatWeights) -> None:
+        self._weights = weights
         self._flats = self._weights.allocate(self._channel)  # x_t, and then A(x_t)
         self._before = [torch.empty_like(flat) for flat in self._flats]  # x_t
 
@@ -98,7 +101,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
     def parameters_added(self) -> None:
         self.settle()
-        self.setup(self._replica)
+        self._use(self._weights.extended())
 
     def close(self) -> None:
         self._channel.close()
