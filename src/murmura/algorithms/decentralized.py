@@ -94,6 +94,9 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
             for (average, weight), (before, _) in zip(averages, befores, strict=True):
                 weight.copy_(averaged(weight, average, before))
 
+    def before_collective(self) -> None:
+        """Nobody waits for a step: the average is formed in the background."""
+
     def weights_replaced(self) -> None:
         if self._pending is not None:
             pending, self._pending = self._pending, None
