@@ -38,4 +38,4 @@ def average_parameters(replica: ModelReplica) -> Iterator[None]:
 @torch.no_grad()
 def _write(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+        tensor.data.copy_(value)  # the values come back, so a graph that needs them stays valid

@@ -141,6 +141,14 @@ class DDP(nn.Module):
             state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Loads as a part of another module: a state dict of that has no prefix for this wrapper either."""
+        own = f"{prefix}module."
+        if not any(name.startswith(own) for name in state_dict):
+            for name in [name for name in state_dict if name.startswith(prefix)]:
+                state_dict[own + name.removeprefix(prefix)] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     # Synchronising
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -166,9 +174,9 @@ class DDP(nn.Module):
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Take over parameters and buffers of `root`, in place: optimizers built before stay valid. Collective."""
-        self._driver.settle()
+        self._driver.before_load(self.module)
         self._take_over(root)
-        self._driver.after_load()
+        self._driver.after_load(self.module)
 
     def _take_over(self, root: int) -> None:
         tensors = [*self._replica.parameters, *self._replica.all_buffers]
@@ -183,7 +191,7 @@ class DDP(nn.Module):
 
     def verify_in_sync(self) -> None:
         """Raise ReplicaDivergence, naming the first parameter that differs, unless all ranks agree. Collective."""
-        self._driver.before_collective()
+        self._driver.settling.before_collective()
         self._driver.verify()
 
     # The algorithm
@@ -213,7 +221,7 @@ class DDP(nn.Module):
                 f"this state was saved by {state['name']}, and {type(self.algorithm).__name__} is running. Wrap the "
                 "model with the algorithm that was saved, or leave its state out."
             )
-        self._driver.settle()
+        self._driver.settling.settle()
         self._driver.reducer.load_plan(state["plan"])
         self._replica.round = state["round"]
         self.algorithm.load_state_dict(state["algorithm"])
@@ -227,12 +235,12 @@ class DDP(nn.Module):
 
     def consensus_distance(self) -> float:
         """How far the replicas are apart (root mean square distance to their mean); collective, equal on all ranks."""
-        self._driver.before_collective()
+        self._driver.settling.before_collective()
         return consensus.consensus_distance(self._replica)
 
     def average_parameters(self) -> AbstractContextManager[None]:
         """Inside it the module holds the mean of all replicas; afterwards each has its own weights back. Collective."""
-        self._driver.before_collective()
+        self._driver.settling.before_collective()
         return consensus.average_parameters(self._replica)
 
     def observe(self, observer: Observer | None) -> None:

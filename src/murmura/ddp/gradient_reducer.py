@@ -54,7 +54,8 @@ class GradientReducer:
 
     def load_plan(self, state: Mapping[str, Any]) -> None:
         """Cut the buckets as the run did that this one resumes."""
-        if self._planner.load_state_dict(state) and self._replica.buckets:
+        self._planner.load_state_dict(state)
+        if self._replica.buckets:
             self._replica.buckets = self._planner.buckets()
             self.use(self._replica.buckets)
 
@@ -99,6 +100,8 @@ class GradientReducer:
 
     def add(self, parameter: nn.Parameter, number: int, *, send: bool = True) -> None:
         """A gradient of round `number` is complete: copy it into its bucket, and `send` the buckets that are full."""
+        if id(parameter) not in self._where:  # thawed: it takes part when the round has begun
+            return
         bucket, slot = self._where[id(parameter)]
         if bucket.index < len(self._tickets):
             raise UsageError(
