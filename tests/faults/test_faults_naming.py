@@ -14,6 +14,7 @@ from scenario import Stage
 from murmura import InProcessTransport, PeerLost, PeerTimeout, Transport, TransportError, run_world
 from murmura.errors import MurmuraError
 from murmura.transports.failures import Departure, Reporter
+from murmura.transports.rendezvous import file_store, sign_in
 
 TIMEOUT = 1.0
 DEATH_SECONDS = 2.0
@@ -230,6 +231,45 @@ def test_a_death_while_a_channel_is_built_is_named_within_two_seconds(world):
             assert (report.kind, report.rank, report.peer) == ("PeerLost", report.own, 1), report
             assert report.operation
             assert report.waited < DEATH_SECONDS
+
+
+def be_absent_from_channel(stage: Stage, culprit: int) -> None:
+    stage.transport.barrier()
+    if stage.rank == culprit:
+        stage.hear()
+        return
+    stage.mark()
+    stage.transport.channel("ddp")
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_does_not_come_to_a_channel_is_a_timeout_for_all_others(culprit):
+    with GlooWorld(4, be_absent_from_channel, culprit, timeout=TIMEOUT) as world:
+        for report in world.reports(*world.others(culprit)):
+            assert (report.kind, report.rank, report.peer) == ("PeerTimeout", report.own, culprit), report
+
+
+def test_whom_rank_zero_lost_at_a_rendezvous_all_others_lose(tmp_path):
+    """Rank 0 hears from somewhere else that rank 2 raised; rank 1 hears it from rank 0."""
+    raised: dict[int, BaseException] = {}
+    heard = Departure(2, "raised ValueError: the loader broke", "raised").as_error(0, 2, "split('ddp')")
+
+    def meet(rank: int) -> None:
+        try:
+            sign_in(file_store(str(tmp_path / "store"), 3), rank, 3, 20.0, watch=lambda: heard if rank == 0 else None)
+        except MurmuraError as error:
+            raised[rank] = error
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    for rank in (0, 1):
+        error = raised[rank]
+        assert isinstance(error, PeerLost), error
+        assert (error.rank, error.peer) == (rank, 2)
+        assert "the loader broke" in str(error)
 
 
 def split_and_fail(stage: Stage, culprit: int) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from murmura.collectives import ring
-from murmura.errors import ConfigError, PeerTimeout, TransportError, UsageError
+from murmura.errors import ConfigError, PeerTimeout, RendezvousError, TransportError, UsageError
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.challenge import prove_to_each_other
@@ -122,7 +122,15 @@ class ProcessGroupTransport(Transport):
         """
         check_timeout(timeout, ConfigError)
         reporter = Reporter(rank, range(world_size) if world_ranks is None else world_ranks)
-        roster = sign_in(store, rank, world_size, timeout, reporter, watch)
+        began = time.monotonic()
+        try:
+            roster = sign_in(store, rank, world_size, timeout, reporter, watch)
+        except RendezvousError as error:
+            if world_ranks is None or not error.missing:
+                raise
+            # The missing ranks had come to the world, so they are late now, and not absent.
+            missing = [reporter.world_ranks.index(each) for each in error.missing]
+            raise reporter.timed_out(missing, "the rendezvous", time.monotonic() - began) from error
         group, group_store = build_group(roster, world_size, backend, timeout, reporter, watch)
         transport = cls(group, check=check, timeout=timeout, roster=roster, name=name)
         transport._owns_group = True
