@@ -99,9 +99,7 @@ class AveragingLoop:
         self._is_closed = True
         if self._error is not None and not self._is_error_told:  # closing must work: no error, but not silence either
             self._is_error_told = True
-            log.error(
-                "averaging had failed after the last round: %s", str(self._error)
-            )  # a handler keeps its arguments
+            log.error("averaging had failed after the last round: %s", str(self._error))  # handlers keep what they get
 
     def boundary(self, read: Callable[[Sequence[Tensor]], None], add: Callable[[Sequence[Tensor]], None]) -> None:
         """Training is between two rounds: `add` what has come to the weights, and `read` them if that is wanted."""
