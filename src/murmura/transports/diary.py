@@ -35,22 +35,13 @@ def is_timeout(error: Exception) -> bool:
 class Diary:
     """Ranks are those of the channel; the errors name those of the world."""
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        world_size: int,
-        liveness: Liveness,
-        reporter: Reporter,
-        notes: StallNotes | None = None,
-    ) -> None:
-        """`notes` are those of the world, if this is the diary of a channel."""
+    def __init__(self, store: Any, rank: int, world_size: int, liveness: Liveness, reporter: Reporter) -> None:
         self._store = store
         self._rank = rank
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._liveness = liveness
         self._reporter = reporter
-        self.notes: StallNotes = _StoreNotes(self) if notes is None else notes
+        self.notes: StallNotes = _StoreNotes(self)  # those of the world, if this is the diary of a channel
 
     def depart(self, departure: Departure) -> None:
         """Say why this rank can no longer be waited for; must be said before its connections close."""

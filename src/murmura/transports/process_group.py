@@ -64,7 +64,6 @@ class ProcessGroupTransport(Transport):
         timeout: float = 600.0,
         roster: Roster | None = None,
         name: str = "",
-        notes: StallNotes | None = None,
     ) -> None:
         rank, world_size = process_group.rank(), process_group.size()
         super().__init__(
@@ -92,7 +91,7 @@ class ProcessGroupTransport(Transport):
         self._liveness = Liveness(roster.pids if roster else {})
         self._diary: Diary | None = None
         if self._store is not None:
-            self._diary = Diary(self._store, rank, world_size, self._liveness, self._reporter, notes)
+            self._diary = Diary(self._store, rank, world_size, self._liveness, self._reporter)
         self._group_store: Store | None = None  # torch does not keep alive what it was handed
         self._owns_group = False
         self._split_counts: dict[Any, int] = {}
@@ -130,11 +129,14 @@ class ProcessGroupTransport(Transport):
         except RendezvousError as error:
             if world_ranks is None or not error.missing:
                 raise
-            # The missing ranks had come to the world, so they are late now, and not absent.
-            missing = [reporter.world_ranks.index(each) for each in error.missing]
+            missing = [
+                world_ranks.index(each) for each in error.missing
+            ]  # they had come to the world, so are only late
             raise reporter.timed_out(missing, "the rendezvous", time.monotonic() - began) from error
         group, group_store = build_group(roster, world_size, backend, timeout, reporter, watch)
-        transport = cls(group, check=check, timeout=timeout, roster=roster, name=name, notes=notes)
+        transport = cls(group, check=check, timeout=timeout, roster=roster, name=name)
+        if notes is not None and transport._diary is not None:
+            transport._diary.notes = notes
         transport._owns_group = True
         transport._group_store = group_store
         if hosts is not None:
