@@ -129,9 +129,7 @@ class ProcessGroupTransport(Transport):
         except RendezvousError as error:
             if world_ranks is None or not error.missing:
                 raise
-            missing = [
-                world_ranks.index(each) for each in error.missing
-            ]  # they had come to the world, so are only late
+            missing = [world_ranks.index(each) for each in error.missing]  # they had come to the world: late
             raise reporter.timed_out(missing, "the rendezvous", time.monotonic() - began) from error
         group, group_store = build_group(roster, world_size, backend, timeout, reporter, watch)
         transport = cls(group, check=check, timeout=timeout, roster=roster, name=name)
