@@ -78,6 +78,7 @@ class GradientReducer:
         self._ready = [[False] * len(bucket.parameters) for bucket in self.buckets]
         self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
         self._tickets: list[Ticket] = []
+        self._failure: BaseException | None = None  # of the first exchange of the round that failed
         self._before = None
         self.observed = []
 
@@ -188,11 +189,17 @@ class GradientReducer:
         stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
 
         def run() -> None:
+            if self._failure is not None:  # to the peers a later exchange would look like the one that failed
+                raise self._failure
             try:
                 with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
                     exchange()
             except MurmuraError as error:
                 error.add_note(f"It was the exchange of {what}.")
+                self._failure = error
+                raise
+            except BaseException as error:
+                self._failure = error
                 raise
 
         return self._order.submit(what, run)

@@ -5,6 +5,7 @@ Whoever reaches the store can write there; what no rank can have written is pass
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from murmura.errors import CollectiveMismatch, RendezvousError, TransportError
 from murmura.transports.failures import Departure, Reporter
 from murmura.transports.host import Liveness
+from murmura.transports.stalls import StallNotes
 
 POLL_SECONDS = 0.01
 FEW_SECONDS, MOST_SECONDS = 0.8, 2.0
@@ -25,6 +27,11 @@ def roll_call_seconds(waited: float) -> float:
     return min(MOST_SECONDS, FEW_SECONDS + 0.08 * waited)
 
 
+def is_timeout(error: Exception) -> bool:
+    """Whether an error of torch's says that a time was up."""
+    return "imed out" in str(error) or "imeout" in str(error)
+
+
 class Diary:
     """Ranks are those of the channel; the errors name those of the world."""
 
@@ -34,6 +41,7 @@ class Diary:
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._liveness = liveness
         self._reporter = reporter
+        self.notes: StallNotes = _StoreNotes(self)  # those of the world, if this is the diary of a channel
 
     def depart(self, departure: Departure) -> None:
         """Say why this rank can no longer be waited for; must be said before its connections close."""
@@ -64,6 +72,8 @@ class Diary:
         Returns at once when a departure or a death explains it; else when all have said what they were calling, or
         after `roll_call_seconds`.
         """
+        if timed_out:
+            self.notes.tell(self._reporter.names(awaited))
         self._set(f"stalled/{self._rank}", call.encode())
         deadline = time.monotonic() + roll_call_seconds(waited)
         while True:
@@ -77,7 +87,7 @@ class Diary:
         # Whoever waits in vain too is not at fault; if all that were awaited do, somebody else is.
         silent = [peer for peer in awaited if peer not in calls] or [peer for peer in self._peers if peer not in calls]
         if silent and timed_out:
-            return self._reporter.timed_out(silent, operation, waited)
+            return self._reporter.timed_out(silent, operation, waited, notes=self.notes)
         if silent:
             return self._reporter.lost(silent[0], operation, f"does not answer (torch says: {told})")
         if any(each != call for each in calls.values()):
@@ -102,3 +112,21 @@ class Diary:
             except (dist.DistError, RuntimeError):
                 return found
         return found
+
+
+class _StoreNotes:
+    """The stall notes of a world, in the store of its diary."""
+
+    def __init__(self, diary: Diary) -> None:
+        self._diary = diary
+
+    def tell(self, awaited: Sequence[int]) -> None:
+        self._diary._set(f"waits/{self._diary._reporter.own}", json.dumps(list(awaited)).encode())
+
+    def awaited_by(self, rank: int) -> Sequence[int]:
+        told = self._diary._read("waits", [rank]).get(rank, b"[]")
+        try:
+            awaited = json.loads(told)
+        except (ValueError, RecursionError):
+            return ()
+        return [each for each in awaited if type(each) is int] if isinstance(awaited, list) else ()

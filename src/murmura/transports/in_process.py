@@ -56,6 +56,9 @@ class _Board:
         self.departed: dict[int, Departure] = {}
         self.splits: dict[Any, _Board] = {}  # that not all of their ranks have joined yet
         self.num_joined = 0
+        self.num_in_world: int = world_size if parent is None else parent.num_in_world
+        # Whom a rank waits for in vain, by rank of the world, on whichever channel; each writes its own entry.
+        self.stalled: dict[int, Sequence[int]] = {} if parent is None else parent.stalled
 
     def departure(self, rank: int) -> Departure | None:
         """Why `rank` cannot be waited for, here or, if it never came here, on the board this one was split from."""
@@ -77,6 +80,19 @@ class _Board:
             self.awaits[peer] = None
 
 
+class _Notes:
+    """The stall notes of a world of threads, seen from rank `own`."""
+
+    def __init__(self, stalled: dict[int, Sequence[int]], own: int) -> None:
+        self._stalled, self._own = stalled, own
+
+    def tell(self, awaited: Sequence[int]) -> None:
+        self._stalled[self._own] = awaited
+
+    def awaited_by(self, rank: int) -> Sequence[int]:
+        return self._stalled.get(rank, ())
+
+
 class InProcessTransport(Transport):
     """One rank of a world of threads; made by `create_group`."""
 
@@ -94,6 +110,8 @@ class InProcessTransport(Transport):
     ) -> None:
         super().__init__(rank, board.world_size, hosts=hosts, timeout=timeout, name=name, world_ranks=world_ranks)
         self._board = board
+        # Of two ranks, only the other can be at fault.
+        self._notes = _Notes(board.stalled, self._reporter.own) if board.num_in_world > 2 else None
         self._waiting_probe: Probe | None = None
         self._split_counts: dict[Any, int] = {}
 
@@ -292,7 +310,7 @@ class InProcessTransport(Transport):
         """Wait, holding the board, until nobody is `missing`; `stuck(peer)` says that both would wait for ever."""
         board = self._board
         reporter, operation = self._reporter, self._operation
-        patience = Patience(reporter, operation, self._seconds(timeout))
+        patience = Patience(reporter, operation, self._seconds(timeout), self._notes)
         if self._waiting_probe is not None:
             missing = self._waiting_probe.waiting(missing)
         while awaited := missing():
@@ -311,3 +329,4 @@ class InProcessTransport(Transport):
                     raise reporter.mismatch(operation, calls)
             patience.check(board.idle_of(awaited) if patience.left <= 0 else awaited)
             board.changed.wait(max(0.001, min(patience.left, 1.0)))
+        patience.end()

@@ -17,23 +17,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from murmura.collectives import ring
-from murmura.errors import ConfigError, PeerTimeout, TransportError, UsageError
+from murmura.errors import ConfigError, PeerTimeout, RendezvousError, TransportError, UsageError
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.challenge import prove_to_each_other
 from murmura.transports.checks import Check, check_members, check_timeout, describe_exchange
 from murmura.transports.checks import store as bring_back
-from murmura.transports.diary import Diary
+from murmura.transports.diary import Diary, is_timeout
 from murmura.transports.failures import Departure, Patience, Reporter
 from murmura.transports.host import Liveness
 from murmura.transports.order import Ticket
 from murmura.transports.rendezvous import Roster, Store, build_group, sign_in, under
 from murmura.transports.signed_store import SignedStore
+from murmura.transports.stalls import StallNotes
 from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp, parse
 
 __all__ = ["Check", "ProcessGroupTransport"]
-
 
 _OPS: dict[ReduceOp, Any] = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -113,18 +113,28 @@ class ProcessGroupTransport(Transport):
         name: str = "",
         world_ranks: Sequence[int] | None = None,
         watch: Watch = nobody,
+        notes: StallNotes | None = None,
     ) -> Self:
         """Build a process group of one's own on `store`; every rank calls it with the same store.
 
         With a `SignedStore` it returns when all ranks have proved to each other that they know its secret.
         `hosts` pretends that ranks are on several hosts. `world_ranks` are the ranks in the world that this is a part
-        of, if it is one, and `watch` tells of those that cannot come any more.
+        of, if it is one, `watch` tells of those that cannot come any more, and `notes` are the world's stall notes.
         """
         check_timeout(timeout, ConfigError)
         reporter = Reporter(rank, range(world_size) if world_ranks is None else world_ranks)
-        roster = sign_in(store, rank, world_size, timeout, reporter, watch)
+        began = time.monotonic()
+        try:
+            roster = sign_in(store, rank, world_size, timeout, reporter, watch)
+        except RendezvousError as error:
+            if world_ranks is None or not error.missing:
+                raise
+            missing = [world_ranks.index(each) for each in error.missing]  # they had come to the world: late
+            raise reporter.timed_out(missing, "the rendezvous", time.monotonic() - began) from error
         group, group_store = build_group(roster, world_size, backend, timeout, reporter, watch)
         transport = cls(group, check=check, timeout=timeout, roster=roster, name=name)
+        if notes is not None and transport._diary is not None:
+            transport._diary.notes = notes
         transport._owns_group = True
         transport._group_store = group_store
         if hosts is not None:
@@ -165,7 +175,8 @@ class ProcessGroupTransport(Transport):
         self._check_usable()
         if self.rank not in members:
             return None
-        if self._store is None:
+        diary = self._diary
+        if self._store is None or diary is None:
             raise UsageError(
                 "this process group does not give its store, so no channel can be split off. "
                 "Pass it: ProcessGroupTransport(group, store=store), or make the transport with join() or connect()."
@@ -173,8 +184,6 @@ class ProcessGroupTransport(Transport):
         # The k-th split of a name is one channel on every member, whatever else they split in between.
         ordinal = self._split_counts[name, members] = self._split_counts.get((name, members), 0) + 1
         label = f"split/{name}/{'-'.join(map(str, members))}/{ordinal}"
-        diary = self._diary
-        assert diary is not None  # there is a store
         try:
             split = ProcessGroupTransport.join(
                 under(self._store, label),
@@ -187,6 +196,7 @@ class ProcessGroupTransport(Transport):
                 name=f"{self.name}/{name}",
                 world_ranks=[self.world_ranks[member] for member in members],
                 watch=lambda: diary.cause(f"split({name!r})", among=members),
+                notes=diary.notes,
             )
         except (UsageError, ConfigError):
             raise
@@ -383,11 +393,6 @@ class ProcessGroupTransport(Transport):
             )
         awaited = self._awaited
         return self._diary.explain(self._call, operation, waited, awaited=awaited, timed_out=timed_out, told=error)
-
-
-def is_timeout(error: Exception) -> bool:
-    """Whether an error of torch's says that a time was up."""
-    return "imed out" in str(error) or "imeout" in str(error)
 
 
 def _limited(options: Any, limit: timedelta) -> Any:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from murmura.errors import PeerTimeout, RendezvousError, TransportError
-from murmura.transports.diary import Diary
-from murmura.transports.process_group import ProcessGroupTransport, is_timeout
+from murmura.transports.diary import Diary, is_timeout
+from murmura.transports.process_group import ProcessGroupTransport
 from murmura.transports.rendezvous import Store, under
 from murmura.transports.shared_memory import SharedMemoryTransport
 

@@ -91,7 +91,7 @@ class HierarchicalTransport(Transport):
         `backend` is that of the group between the leaders. `hosts` pretends that ranks are on several hosts.
         """
         options = {"timeout": timeout, "hosts": hosts, "name": name}
-        return cls._build(store, rank, world_size, parts.share_memory, backend, check, options)
+        return cls._build(store, rank, world_size, parts.share_memory, backend, check, **options)
 
     @classmethod
     def _build(
@@ -102,7 +102,7 @@ class HierarchicalTransport(Transport):
         share: Callable[[Part], SharedMemoryTransport],
         backend: str,
         check: str,
-        options: dict[str, Any],
+        **options: Any,
     ) -> Self:
         """Join the parts; `share` makes the one inside the host, once all ranks have met."""
         with contextlib.ExitStack() as made:
@@ -306,6 +306,7 @@ class HierarchicalTransport(Transport):
         near = [self._place[member] for member in members if member in self._place]
         if len(near) == len(members):
             inside = self._split_inside(name, near, members)
+            inside._board.notes = self._across.diary.notes
             self._keep(inside, members)
             return inside
         agreement.on_split(self, name, members)
@@ -320,14 +321,12 @@ class HierarchicalTransport(Transport):
             "name": f"{self.name}/{name}",
             "world_ranks": [self.world_ranks[member] for member in members],
             "watch": lambda: self._across.diary.cause(f"split({name!r})", among=members),
+            "notes": self._across.diary.notes,
         }
-        split: Transport
-        if len(set(hosts)) == size:
-            split = ProcessGroupTransport.join(store, rank, size, backend=self._backend, check=self.check, **options)
-        else:
-            split = self._build(
-                store, rank, size, lambda _: self._split_inside(name, near, members), self._backend, self.check, options
-            )
+        join: Callable[..., Transport] = ProcessGroupTransport.join
+        if len(set(hosts)) < size:
+            join, options["share"] = self._build, lambda _: self._split_inside(name, near, members)
+        split = join(store, rank, size, backend=self._backend, check=self.check, **options)
         self._keep(split, members)
         return split
 

@@ -20,7 +20,7 @@ from murmura.transports.checks import check_members, check_timeout, describe, st
 from murmura.transports.failures import Departure
 from murmura.transports.order import Ticket
 from murmura.transports.shared_memory import admission, futex, reducing
-from murmura.transports.shared_memory.board import Board, block_bytes, slots_at
+from murmura.transports.shared_memory.board import Board, SegmentNotes, block_bytes, slots_at
 from murmura.transports.shared_memory.mail import Mail
 from murmura.transports.shared_memory.meeting import Meeting
 from murmura.transports.shared_memory.one_shot import OneShot, Outcome, can_prepare
@@ -105,6 +105,9 @@ class SharedMemoryTransport(Transport):
         blocks = [peer * segment.arena_bytes for peer in range(world_size)]
         transport = cls(segment, rank, blocks, admitted.life_fds, hosts=hosts, timeout=timeout, world_ranks=world_ranks)
         transport._owns_segment = True
+        # Of two ranks only the other can be at fault, and for a part of a transport the whole finds it.
+        if world_ranks is None and world_size > 2:
+            transport._board.notes = SegmentNotes(transport._board)
         segment.owner = transport._reporter.own
         transport._own_life = admitted.own_life
         return transport
@@ -146,6 +149,7 @@ class SharedMemoryTransport(Transport):
             name=f"{self.name}/{name}",
             world_ranks=[self.world_ranks[peer] for peer in members],
         )
+        split._board.notes = self._board.notes
         retire = weakref.finalize(split, _retire, split._board, split._meeting)  # also if it is only dropped
         retire.atexit = False
         split._retire = retire
