@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from murmura.aggregation.flat import Slot, from_bytes, to_bytes
+from murmura.aggregation.layout import Slot, from_bytes, to_bytes
 from murmura.config import DistributedConfig
 from murmura.transports.base import Transport
 from murmura.transports.failures import mismatch

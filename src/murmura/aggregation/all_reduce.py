@@ -9,7 +9,7 @@ from torch import Tensor
 from murmura.aggregation.agreement import agree, control_device
 from murmura.aggregation.base import GradientAggregator
 from murmura.aggregation.checks import check_place, check_sendable
-from murmura.aggregation.flat import FlatBuffers, clones, layout_of, unpack
+from murmura.aggregation.layout import FlatBuffers, clones, layout_of, unpack
 from murmura.config import DistributedConfig
 from murmura.transports.base import Transport
 from murmura.types import ReduceOp

@@ -10,7 +10,7 @@ from torch import Tensor
 from murmura.aggregation.agreement import agree, control_device
 from murmura.aggregation.base import GradientAggregator
 from murmura.aggregation.checks import check_place, check_sendable
-from murmura.aggregation.flat import (
+from murmura.aggregation.layout import (
     FlatBuffers,
     Slot,
     clones,

@@ -56,8 +56,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     def _use(self, weights: FlatWeights) -> None:
         self._weights = weights
-        self._snapshot = self._weights.allocate(self._channel)
-        self._correction = self._weights.allocate(self._channel)
+        self._snapshot = self._weights.allocate(self._channel.allocate)
+        self._correction = self._weights.allocate(self._channel.allocate)
         self._loop = AveragingLoop(self._channel, self._snapshot, self._correction, self.sync_interval_ms / 1000)
 
     def on_bucket_ready(self, bucket: Bucket) -> None:

@@ -53,7 +53,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
     def setup(self, replica: Replica) -> None:
         self._replica = replica
         self._weights = FlatWeights(replica)
-        self._flats = self._weights.allocate(self._channel)  # x_t, and then A(x_t)
+        self._flats = self._weights.allocate(self._channel.allocate)  # x_t, and then A(x_t)
         self._before = [torch.empty_like(flat) for flat in self._flats]  # x_t
 
     def before_forward(self) -> None:

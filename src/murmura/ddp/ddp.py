@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from murmura.algorithms import Algorithm, AlgorithmImpl, algorithm_named
 from murmura.config import algorithm_from_env
 from murmura.ddp import agreement, consensus
-from murmura.ddp.flattening import broadcast_together
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.round import Event
 from murmura.ddp.round_driver import RoundDriver
@@ -172,7 +171,7 @@ class DDP(nn.Module):
 
     def _take_over(self, root: int) -> None:
         tensors = [*self._replica.parameters, *self._replica.all_buffers]
-        broadcast_together(self._replica.transport, tensors, root, rarely=True)
+        self._replica.broadcast(tensors, root, self._replica.transport.allocate)
 
     def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Iterate uneven data: a rank out of it replays its last batch with weight 0 until all are done.

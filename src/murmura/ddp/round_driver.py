@@ -21,7 +21,6 @@ from murmura.algorithms.switching import average_moments, replace_algorithm
 from murmura.ddp import agreement, hooks, optimizer_hooks
 from murmura.ddp.backward_tracker import BackwardTracker
 from murmura.ddp.bucket_planner import BucketPlanner
-from murmura.ddp.flattening import broadcast_together
 from murmura.ddp.gradient_reducer import GradientReducer
 from murmura.ddp.joining import Joining
 from murmura.ddp.nonfinite import NonFinitePolicy
@@ -157,7 +156,7 @@ class RoundDriver:
     def _broadcast_owed_buffers(self) -> None:
         if self._owes_buffers:
             self._owes_buffers = False
-            broadcast_together(self.channel, self.replica.buffers, 0)
+            self.replica.broadcast(self.replica.buffers, 0)
 
     def settle_for_good(self) -> None:
         """As `settle`, before the state is read; refused where that would lose gradients."""
