@@ -22,6 +22,7 @@ LAYERS = (
     {"observe"},
     {"collectives"},
     {"transports"},
+    {"agreement"},
     {"aggregation"},
     {"algorithms"},
     {"ddp"},

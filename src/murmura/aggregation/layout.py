@@ -13,9 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from murmura.agreement import first_difference, texts_if_different
 from murmura.buckets.flat import FlatTensors
 from murmura.transports.base import Transport
 from murmura.transports.checks import describe
+from murmura.transports.failures import mismatch
 
 
 class Slot(NamedTuple):
@@ -51,15 +53,6 @@ def layout_of(tensors: Sequence[Tensor]) -> list[Slot]:
     ]
 
 
-def to_bytes(text: str, device: torch.device) -> Tensor:
-    """`text` as it is sent: a uint8 tensor on `device`."""
-    return torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-
-
-def from_bytes(data: Tensor) -> str:
-    return bytes(data.tolist()).decode()
-
-
 def to_json(layout: Sequence[Slot]) -> str:
     return json.dumps(layout)
 
@@ -70,6 +63,31 @@ def from_json(text: str) -> list[Slot]:
 
 def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
+
+
+def check_same_layout(transport: Transport, call: str, layout: Sequence[Slot], *, abstains: bool = False) -> None:
+    """Raise `CollectiveMismatch` on every rank, and abort the transport, if the ranks hold different layouts.
+
+    A rank that `abstains` takes part and goes by the others' layout.
+    """
+    texts = texts_if_different(transport, [call, *map(str, layout)], abstains=abstains)
+    if texts is None:
+        return
+    differing = first_difference([text for text in texts if text], start=1)
+    lines = [_in_a_line(text, differing) if text else "an empty list, which suits any" for text in texts]
+    ranks = transport.world_ranks
+    error = mismatch(ranks[transport.rank], call, dict(zip(ranks, lines, strict=True)))
+    transport.abort(error)
+    raise error
+
+
+def _in_a_line(text: Sequence[str], differing: int | None) -> str:
+    """A rank's call, its number of tensors, and the first tensor that is not the same everywhere."""
+    line = f"{text[0]} of {len(text) - 1} tensor{'s' * (len(text) != 2)}"
+    if differing is not None:
+        at = differing - 1
+        line += f"; [{at}] is {text[differing]}" if differing < len(text) else f"; there is no [{at}]"
+    return line
 
 
 def _keys(layout: Sequence[Slot]) -> list[tuple[str, int]]:

@@ -54,8 +54,13 @@ class FlatTensors:
     @torch.no_grad()
     def read(self, flats: Sequence[Tensor]) -> None:
         """Overwrite `flats` with the tensors."""
-        for part, tensor in self.pairs(flats):
-            part.copy_(tensor)
+        tensors = self._tensors()
+        if all(tensor.is_contiguous() for tensor in tensors):  # otherwise reshape would copy
+            for flat, group in zip(flats, self.groups, strict=True):
+                torch.cat([tensors[index].reshape(-1) for index in group.members], out=flat)
+        else:
+            for part, tensor in self.pairs(flats):
+                part.copy_(tensor)
 
     @torch.no_grad()
     def write(self, flats: Sequence[Tensor]) -> None:

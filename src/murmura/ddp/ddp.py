@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from murmura.algorithms import Algorithm, AlgorithmImpl, algorithm_named
 from murmura.config import algorithm_from_env
-from murmura.ddp import agreement, consensus
+from murmura.ddp import consensus, replica_checks
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.round import Event
 from murmura.ddp.round_driver import RoundDriver
@@ -77,7 +77,7 @@ class DDP(nn.Module):
         try:
             channel = self._transport.channel("ddp").without_listeners()
             self._replica = ModelReplica(module, channel, ignore, broadcast_buffers)
-            agreement.check_same_model(self._replica.transport, self._replica.describe())
+            replica_checks.check_same_model(self._replica.transport, self._replica.describe())
             self._take_over(0)
             self._driver = RoundDriver(
                 module,

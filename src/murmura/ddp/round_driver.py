@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from murmura.algorithms import Algorithm, AlgorithmImpl
 from murmura.algorithms.switching import average_moments, replace_algorithm
-from murmura.ddp import agreement, hooks, optimizer_hooks
+from murmura.ddp import hooks, optimizer_hooks, replica_checks
 from murmura.ddp.backward_tracker import BackwardTracker
 from murmura.ddp.bucket_planner import BucketPlanner
 from murmura.ddp.gradient_reducer import GradientReducer
@@ -362,7 +362,7 @@ class RoundDriver:
     def verify(self) -> None:
         """Raise `ReplicaDivergence` unless all ranks hold the same parameters."""
         self.replica.check_same_parameters()
-        agreement.check_same_values(self.channel, self.replica.names, self.replica.parameters)
+        replica_checks.check_same_values(self.channel, self.replica.names, self.replica.parameters)
 
     def observe(self, observer: Observer | None) -> None:
         """Report to `observer` from now on; None ends it."""
