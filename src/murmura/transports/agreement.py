@@ -11,6 +11,7 @@ from torch import Tensor
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import describe
 from murmura.transports.failures import Reporter
+from murmura.transports.objects import bytes_from_tensor, bytes_to_tensor
 
 Move = Callable[[Pairs, Pairs, float], None]
 """An exchange of flat tensors where the transport works: sends, recvs, seconds."""
@@ -21,7 +22,7 @@ _DATA, _NOTICE, _ANSWER = 0, 2, 3  # tags of messages
 
 def _note(text: str, device: torch.device) -> Tensor:
     data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    return bytes_to_tensor(data).to(device)
 
 
 def _blank(device: torch.device) -> Tensor:
@@ -29,7 +30,7 @@ def _blank(device: torch.device) -> Tensor:
 
 
 def _text(note: Tensor) -> str:
-    return bytes(note.tolist()).rstrip(b"\0").decode(errors="replace")
+    return bytes_from_tensor(note).rstrip(b"\0").decode(errors="replace")
 
 
 def on_collective(

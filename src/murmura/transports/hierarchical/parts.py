@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from murmura.errors import PeerTimeout, RendezvousError, TransportError
 from murmura.transports.diary import Diary
+from murmura.transports.objects import broadcast_bytes
 from murmura.transports.process_group import ProcessGroupTransport, is_timeout
 from murmura.transports.rendezvous import Store, under
 from murmura.transports.shared_memory import SharedMemoryTransport
@@ -63,12 +63,11 @@ def cut(flat: Tensor) -> Sequence[Tensor]:
 
 def share_memory(across: Part) -> SharedMemoryTransport:
     """Meet the other ranks of this host under a name that nobody else can know."""
-    name = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8)
-    across.broadcast(name, 0)
+    name = broadcast_bytes(across, secrets.token_bytes(16)).hex()
     members, host = members_of(across.hosts, across.rank), across.hosts[across.rank]
     try:
         return SharedMemoryTransport.join(
-            f"{bytes(name.tolist()).hex()}:{host}",
+            f"{name}:{host}",
             members.index(across.rank),
             len(members),
             hosts=[host] * len(members),
