@@ -55,7 +55,7 @@ class ExchangeOnly(Transport):
             self._inner.close()
             for split in self._splits:
                 split.close()
-            self._order.close()
+            self._executor.close()
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from murmura.transports.checks import (
     store,
 )
 from murmura.transports.core import TransportCore
-from murmura.transports.order import Ticket
+from murmura.transports.serial_executor import Ticket
 from murmura.types import ReduceOp
 
 __all__ = ["Transport"]

@@ -17,9 +17,9 @@ from torch import Tensor
 from murmura.errors import ConfigError, TransportClosed, UsageError
 from murmura.observe.recorder import Probe
 from murmura.transports.checks import check_timeout
-from murmura.transports.failures import Departure, Reporter
+from murmura.transports.failures import ExitNotice, Reporter
 from murmura.transports.listeners import CollectiveListeners
-from murmura.transports.order import Order, Ticket
+from murmura.transports.serial_executor import SerialExecutor, Ticket
 
 
 class TransportCore(ABC):
@@ -47,8 +47,8 @@ class TransportCore(ABC):
         self.name = name or "world"
         self.world_ranks: Sequence[int] = tuple(range(world_size) if world_ranks is None else world_ranks)
         self._reporter = Reporter(rank, self.world_ranks)
-        self._order = Order(f"{self.name}-rank{rank}")
-        self._order.close_with(self)  # if it is dropped without being closed
+        self._executor = SerialExecutor(f"{self.name}-rank{rank}")
+        self._executor.close_with(self)  # if it is dropped without being closed
         self._failure: BaseException | None = None
         self._closed = False
         self._operation = ""  # what runs now, for error messages
@@ -70,10 +70,10 @@ class TransportCore(ABC):
             self._failure = error
             self._failures.append(error)
 
-    def _parting(self) -> Departure:
+    def _exit_notice(self) -> ExitNotice:
         """What to tell the peers when this rank closes: the failure of a channel, if one failed, outlives it."""
         own = self._reporter.own
-        return Departure.of(self._failures[0], own) if self._failures else Departure(own)
+        return ExitNotice.of(self._failures[0], own) if self._failures else ExitNotice(own)
 
     @property
     def failed(self) -> bool:
@@ -90,7 +90,7 @@ class TransportCore(ABC):
 
     def announce(self) -> None:
         """Tell the listeners that a collective is about to begin, unless it is part of another operation."""
-        if self._listeners.members and not self._order.runs_here():
+        if self._listeners.members and not self._executor.runs_here():
             self._listeners.notify()
 
     def without_listeners(self) -> Self:
@@ -137,7 +137,7 @@ class TransportCore(ABC):
         if name != "exchange":
             self.announce()
         probe = self._probe
-        if probe is not None and not self._order.runs_here():
+        if probe is not None and not self._executor.runs_here():
             work = probe.operation(name, sent, work, in_background=async_op)
         return self._run(name, work, async_op)
 
@@ -149,7 +149,7 @@ class TransportCore(ABC):
         """Run one operation in its turn: inline, or in the communication thread if `async_op`."""
         if async_op:
             return self._submit(name, work)
-        return self._order.run(lambda: self._turn(name, work))
+        return self._executor.run(lambda: self._turn(name, work))
 
     def _submit(self, name: str, work: Callable[[], Any]) -> Ticket:
         """Queue one operation for the communication thread, which works as the caller would: its stream, its mode."""
@@ -160,7 +160,7 @@ class TransportCore(ABC):
             with torch.inference_mode(inference), torch.cuda.stream(stream):
                 return self._turn(name, work)
 
-        return self._order.submit(f"{name} on rank {self.rank}", turn)
+        return self._executor.submit(f"{name} on rank {self.rank}", turn)
 
     def _turn(self, name: str, work: Callable[[], Any]) -> Any:
         outermost = not self._operation

@@ -23,11 +23,11 @@ from murmura.transports.base import Pairs, Transport
 from murmura.transports.challenge import prove_to_each_other
 from murmura.transports.checks import Check, check_members, check_timeout, describe_exchange
 from murmura.transports.checks import store as bring_back
-from murmura.transports.diary import Diary
-from murmura.transports.failures import Departure, Patience, Reporter
+from murmura.transports.failure_log import FailureLog
+from murmura.transports.failures import ExitNotice, Reporter, WaitDeadline
 from murmura.transports.host import Liveness
-from murmura.transports.order import Ticket
 from murmura.transports.rendezvous import Roster, Store, build_group, sign_in, under
+from murmura.transports.serial_executor import Ticket
 from murmura.transports.signed_store import SignedStore
 from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp, parse
@@ -89,9 +89,9 @@ class ProcessGroupTransport(Transport):
             self.hosts = roster.hosts
         self._store = roster.store if roster else None
         self._liveness = Liveness(roster.pids if roster else {})
-        self._diary: Diary | None = None
+        self._failure_log: FailureLog | None = None
         if self._store is not None:
-            self._diary = Diary(self._store, rank, world_size, self._liveness, self._reporter)
+            self._failure_log = FailureLog(self._store, rank, world_size, self._liveness, self._reporter)
         self._group_store: Store | None = None  # torch does not keep alive what it was handed
         self._owns_group = False
         self._split_counts: dict[Any, int] = {}
@@ -173,8 +173,8 @@ class ProcessGroupTransport(Transport):
         # The k-th split of a name is one channel on every member, whatever else they split in between.
         ordinal = self._split_counts[name, members] = self._split_counts.get((name, members), 0) + 1
         label = f"split/{name}/{'-'.join(map(str, members))}/{ordinal}"
-        diary = self._diary
-        assert diary is not None  # there is a store
+        failure_log = self._failure_log
+        assert failure_log is not None  # there is a store
         try:
             split = ProcessGroupTransport.join(
                 under(self._store, label),
@@ -186,7 +186,7 @@ class ProcessGroupTransport(Transport):
                 hosts=[self.hosts[member] for member in members],
                 name=f"{self.name}/{name}",
                 world_ranks=[self.world_ranks[member] for member in members],
-                watch=lambda: diary.cause(f"split({name!r})", among=members),
+                watch=lambda: failure_log.cause(f"split({name!r})", among=members),
             )
         except (UsageError, ConfigError):
             raise
@@ -199,8 +199,8 @@ class ProcessGroupTransport(Transport):
     def abort(self, error: BaseException) -> None:
         if self._failure is None:
             super().abort(error)
-            if self._diary is not None and not self._closed:
-                self._diary.depart(Departure.of(error, self._reporter.own))
+            if self._failure_log is not None and not self._closed:
+                self._failure_log.announce_exit(ExitNotice.of(error, self._reporter.own))
             for split in list(self._splits):
                 split.abort(error)
 
@@ -210,14 +210,14 @@ class ProcessGroupTransport(Transport):
         self._closed = True
         for split in list(self._splits):
             split.close()
-        if self._diary is not None and self._failure is None:
-            self._diary.depart(self._parting())
-        if not self._order.idle:
+        if self._failure_log is not None and self._failure is None:
+            self._failure_log.announce_exit(self._exit_notice())
+        if not self._executor.idle:
             self._break_off()  # what still waits in the communication thread will wait no more
-        self._order.close()
+        self._executor.close()
         if self._owns_group:
             self._group.shutdown()
-        self._group = self._group_store = self._store = self._store_served = self._diary = None
+        self._group = self._group_store = self._store = self._store_served = self._failure_log = None
         self._liveness.close()
 
     # Collectives the group has itself
@@ -265,13 +265,13 @@ class ProcessGroupTransport(Transport):
     def _run(self, name: str, work: Callable[[], Any], async_op: bool) -> Any:
         # A wait inside torch cannot be interrupted, so it happens in the communication thread while this one waits for
         # the ticket. CUDA groups only enqueue, and so need neither.
-        if async_op or self._on_cuda or self._order.in_thread():
+        if async_op or self._on_cuda or self._executor.in_thread():
             return super()._run(name, work, async_op)
         ticket = self._submit(name, work)
-        patience = Patience(self._reporter, name, float("inf"))
+        deadline = WaitDeadline(self._reporter, name, float("inf"))
         try:
             while not ticket.await_end(1.0):
-                patience.check(self._peers)
+                deadline.check(self._peers)
             return ticket.wait()
         except KeyboardInterrupt as interrupt:
             self.abort(interrupt)
@@ -373,7 +373,7 @@ class ProcessGroupTransport(Transport):
         """The error of ours that a failure of the group amounts to."""
         operation = self._operation or "an operation"
         timed_out = is_timeout(error)
-        if self._diary is None:
+        if self._failure_log is None:
             kind = PeerTimeout if timed_out else TransportError
             return kind(
                 f"rank {self._reporter.own}: {operation} failed after {waited:.1f} s: {error} "
@@ -382,7 +382,9 @@ class ProcessGroupTransport(Transport):
                 operation=operation,
             )
         awaited = self._awaited
-        return self._diary.explain(self._call, operation, waited, awaited=awaited, timed_out=timed_out, told=error)
+        return self._failure_log.explain(
+            self._call, operation, waited, awaited=awaited, timed_out=timed_out, told=error
+        )
 
 
 def is_timeout(error: Exception) -> bool:

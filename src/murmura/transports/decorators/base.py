@@ -22,7 +22,7 @@ from murmura.transports.checks import (
     check_scatter,
     check_timeout,
 )
-from murmura.transports.order import Ticket
+from murmura.transports.serial_executor import Ticket
 from murmura.types import ReduceOp
 
 Tensors = Sequence[Tensor]
@@ -83,7 +83,7 @@ class TransportDecorator(Transport):
         for split in list(self._splits):
             split.close()
         self.inner.close()
-        self._order.close()
+        self._executor.close()
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         return self.inner.allocate(numel, dtype, device)

@@ -18,7 +18,7 @@ from torch import Tensor
 from murmura.errors import ConfigError
 from murmura.observe.recorder import Probe
 from murmura.transports.base import Pairs, Transport
-from murmura.transports.order import Ticket
+from murmura.transports.serial_executor import Ticket
 
 __all__ = ["ThrottledTransport", "parse_rate"]
 
@@ -118,7 +118,7 @@ class ThrottledTransport(Transport):
         for split in list(self._splits):
             split.close()
         self.inner.close()
-        self._order.close()
+        self._executor.close()
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         return self.inner.allocate(numel, dtype, device)

@@ -23,12 +23,12 @@ from murmura.observe.recorder import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_members, describe_exchange
-from murmura.transports.failures import Departure, Patience, mismatch
-from murmura.transports.hierarchical import parts
-from murmura.transports.hierarchical.parts import SEGMENTS_AHEAD, Part, cut
-from murmura.transports.order import Ticket
+from murmura.transports.failures import ExitNotice, WaitDeadline, mismatch
+from murmura.transports.hierarchical import groups
+from murmura.transports.hierarchical.groups import SEGMENTS_AHEAD, ManagedGroup, cut
 from murmura.transports.process_group import Check, ProcessGroupTransport
 from murmura.transports.rendezvous import Store, under
+from murmura.transports.serial_executor import Ticket
 from murmura.transports.shared_memory import SharedMemoryTransport
 from murmura.types import ReduceOp, parse
 
@@ -47,9 +47,9 @@ class HierarchicalTransport(Transport):
     def __init__(
         self,
         store: Store,
-        across: Part,
+        across: ManagedGroup,
         inside: SharedMemoryTransport,
-        between: Part | None,
+        between: ManagedGroup | None,
         *,
         backend: str = "gloo",
         check: str = "best_effort",
@@ -65,8 +65,8 @@ class HierarchicalTransport(Transport):
         self.check = parse(Check, check, "check")
         self._store, self._backend = store, backend
         self._across, self._inside, self._between = across, inside, between
-        self._leaders = parts.leaders_of(self.hosts)
-        self._members = parts.members_of(self.hosts, self.rank)
+        self._leaders = groups.leaders_of(self.hosts)
+        self._members = groups.members_of(self.hosts, self.rank)
         self._place = {member: place for place, member in enumerate(self._members)}  # of a rank on this host
         self._others = [rank for rank in range(self.world_size) if rank != self.rank]
         self._neighbours = [rank for rank in self._members if rank != self.rank]
@@ -91,7 +91,7 @@ class HierarchicalTransport(Transport):
         `backend` is that of the group between the leaders. `hosts` pretends that ranks are on several hosts.
         """
         options = {"timeout": timeout, "hosts": hosts, "name": name}
-        return cls._build(store, rank, world_size, parts.share_memory, backend, check, options)
+        return cls._build(store, rank, world_size, groups.share_memory, backend, check, options)
 
     @classmethod
     def _build(
@@ -99,18 +99,18 @@ class HierarchicalTransport(Transport):
         store: Store,
         rank: int,
         world_size: int,
-        share: Callable[[Part], SharedMemoryTransport],
+        share: Callable[[ManagedGroup], SharedMemoryTransport],
         backend: str,
         check: str,
         options: dict[str, Any],
     ) -> Self:
-        """Join the parts; `share` makes the one inside the host, once all ranks have met."""
+        """Join the three groups; `share` makes the one inside the host, once all ranks have joined `across`."""
         with contextlib.ExitStack() as made:
-            across = Part.join(under(store, "across"), rank, world_size, check="always", **options)
+            across = ManagedGroup.join(under(store, "across"), rank, world_size, check="always", **options)
             made.callback(across.close)
             inside = share(across)
             made.callback(inside.close)
-            between = parts.join_leaders(store, across, backend)
+            between = groups.join_leaders(store, across, backend)
             made.pop_all()
         return cls(store, across, inside, between, backend=backend, check=check)
 
@@ -144,7 +144,7 @@ class HierarchicalTransport(Transport):
             super().abort(error)
             if not self._closed:
                 # First, so that whoever fails for it finds the cause.
-                self._across.diary.depart(Departure.of(error, self._reporter.own))
+                self._across.failure_log.announce_exit(ExitNotice.of(error, self._reporter.own))
             for split in list(self._splits):
                 split.abort(error)
             self._end_waits(error)
@@ -156,10 +156,10 @@ class HierarchicalTransport(Transport):
         for split in list(self._splits):
             split.close()
         if self._failure is None:
-            self._across.diary.depart(self._parting())
-        if not self._order.idle:  # what still waits in the communication thread will wait no more
+            self._across.failure_log.announce_exit(self._exit_notice())
+        if not self._executor.idle:  # what still waits in the communication thread will wait no more
             self._end_waits(self._reporter.closed(self._operation or "an operation"))
-        self._order.close()
+        self._executor.close()
         for part in (self._between, self._across, self._inside):
             if part is not None:
                 part.close()
@@ -206,7 +206,7 @@ class HierarchicalTransport(Transport):
         deadline = Deadline(self._seconds(timeout))
         self._agree("broadcast" + call, timeout)
         at_home = src in self._place
-        home = self._leaders.index(parts.members_of(self.hosts, src)[0])
+        home = self._leaders.index(groups.members_of(self.hosts, src)[0])
         segments = cut(flat.view(torch.uint8))
         copies = []
         for segment in segments:
@@ -319,7 +319,7 @@ class HierarchicalTransport(Transport):
             "hosts": hosts,
             "name": f"{self.name}/{name}",
             "world_ranks": [self.world_ranks[member] for member in members],
-            "watch": lambda: self._across.diary.cause(f"split({name!r})", among=members),
+            "watch": lambda: self._across.failure_log.cause(f"split({name!r})", among=members),
         }
         split: Transport
         if len(set(hosts)) == size:
@@ -344,7 +344,9 @@ class HierarchicalTransport(Transport):
             self._began = time.monotonic()
         return super()._turn(name, work)
 
-    def _start(self, part: Part, name: str, work: Callable[[], Any], awaited: Sequence[int] | None = None) -> Ticket:
+    def _start(
+        self, part: ManagedGroup, name: str, work: Callable[[], Any], awaited: Sequence[int] | None = None
+    ) -> Ticket:
         """Do `work` in the communication thread of `part`; if it fails, this rank's waits inside its host end too."""
 
         def guarded() -> None:
@@ -358,10 +360,12 @@ class HierarchicalTransport(Transport):
         return part._submit(name, guarded)
 
     def _await(self, ticket: Ticket, awaited: Sequence[int] | None = None) -> None:
-        patience = Patience(self._reporter, self._operation, float("inf"))  # the operation has a deadline of its own
+        deadline = WaitDeadline(
+            self._reporter, self._operation, float("inf")
+        )  # the operation has a deadline of its own
         with self._explained(self._others):
             while not ticket.await_end(1.0):
-                patience.check(self._others if awaited is None else awaited)
+                deadline.check(self._others if awaited is None else awaited)
             ticket.wait()
 
     @contextlib.contextmanager
@@ -387,10 +391,10 @@ class HierarchicalTransport(Transport):
             return reporter.closed(self._operation)
         if isinstance(error, CollectiveMismatch):  # of a part, which knows the ranks of the world
             return mismatch(reporter.own, self._operation, error.calls)
-        diary = self._across.diary
+        failure_log = self._across.failure_log
         if isinstance(error, PeerLost):
-            return diary.cause(self._operation, waited) or reporter.aborted(error, self._operation, waited)
-        return diary.explain(
+            return failure_log.cause(self._operation, waited) or reporter.aborted(error, self._operation, waited)
+        return failure_log.explain(
             self._call,
             self._operation,
             waited,
