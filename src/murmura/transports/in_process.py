@@ -23,7 +23,6 @@ from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_members, describe
 from murmura.transports.failures import ExitNotice, WaitDeadline, follow
-from murmura.transports.serial_executor import Ticket
 from murmura.types import ReduceOp
 
 __all__ = ["InProcessTransport"]
@@ -80,7 +79,7 @@ class _SharedState:
 class InProcessTransport(Transport):
     """One rank of a world of threads; made by `create_group`."""
 
-    _works_on = torch.device("cpu")
+    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -115,18 +114,10 @@ class InProcessTransport(Transport):
         state = _SharedState(n)
         return [cls(state, rank, hosts=hosts, timeout=timeout) for rank in range(n)]
 
-    def exchange(
-        self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
-    ) -> Ticket | None:
-        self._check_pairs(sends, recvs, timeout)
-        return self._operate(  # type: ignore[no-any-return]
-            "exchange", lambda: self._exchange(sends, recvs, timeout), async_op, self._sent(sends)
-        )
-
     def split(self, name: str, ranks: Sequence[int] | None = None) -> InProcessTransport | None:
         members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
         check_members(members, self.world_size)
-        self._check_usable()
+        self.check_usable()
         if self.rank not in members:
             return None
         agreement.on_split(self, name, members)
@@ -146,27 +137,17 @@ class InProcessTransport(Transport):
             name=f"{self.name}/{name}",
             world_ranks=[self.world_ranks[rank] for rank in members],
         )
-        self._keep(split, members)
+        self.keep_split(split, members)
         return split
 
-    def _observe_waiting(self, probe: Probe | None) -> None:
+    def observe_waiting(self, probe: Probe | None) -> None:
         self._waiting_probe = probe
 
-    def abort(self, error: BaseException) -> None:
-        if self._failure is None:
-            super().abort(error)
-            self._announce_exit(ExitNotice.of(error, self._reporter.own))
-            for split in list(self._splits):
-                split.abort(error)
+    def on_abort(self, error: BaseException) -> None:
+        self._announce_exit(ExitNotice.of(error, self.reporter.own))
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        for split in list(self._splits):
-            split.close()
-        self._announce_exit(self._exit_notice())
-        self._executor.close()
+    def on_close(self) -> None:
+        self._announce_exit(self.exit_notice())
 
     def _announce_exit(self, notice: ExitNotice) -> None:
         with self._state.changed:
@@ -175,8 +156,8 @@ class InProcessTransport(Transport):
 
     # Collectives
 
-    def _all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
-        payload = self._enter("all_reduce" + call, (flat_in, flat_out), timeout)
+    def do_all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
+        payload = self._enter(call, (flat_in, flat_out), timeout)
         reduction = Reduction(op, flat_in.dtype, self.world_size, flat_in.device)
         numel = flat_in.numel()
         share = chunk_bounds(numel, self.world_size, self.rank)
@@ -189,16 +170,16 @@ class InProcessTransport(Transport):
         )
         self._sync(timeout)
 
-    def _broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
-        payload = self._enter("broadcast" + call, flat, timeout)
+    def do_broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
+        payload = self._enter(call, flat, timeout)
         if self.rank != src:
             flat.copy_(payload[src])
         self._sync(timeout)
 
-    def _barrier(self, timeout: float | None) -> None:
+    def do_barrier(self, timeout: float | None) -> None:
         self._enter("barrier()", None, timeout)
 
-    def _agree(self, call: str, timeout: float | None) -> None:
+    def compare_calls(self, call: str, timeout: float | None) -> None:
         self._enter(call, None, timeout)
 
     def _enter(self, call: str, brought: Any, timeout: float | None) -> list[Any]:
@@ -217,7 +198,7 @@ class InProcessTransport(Transport):
             self._wait(missing, timeout, stuck=lambda peer: state.awaits[peer] == rank)
             calls = state.calls[parity]
             if any(each != call for each in calls):
-                raise self._reporter.mismatch(self._operation, dict(enumerate(calls)))
+                raise self.reporter.mismatch(self.operation, dict(enumerate(calls)))
             return list(state.brought[parity])
 
     def _sync(self, timeout: float | None) -> None:
@@ -230,7 +211,7 @@ class InProcessTransport(Transport):
 
     # Point to point
 
-    def _exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
+    def do_exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
         state, rank = self._state, self.rank
         inbox = list(recvs)
         outbox: list[tuple[_Message, int]] = []
@@ -249,7 +230,7 @@ class InProcessTransport(Transport):
             for message, dst in outbox:
                 if message.refusal:
                     calls = {rank: self._told("send(dst={})", dst, message.tensor), dst: message.refusal}
-                    raise self._reporter.mismatch(self._operation, calls)
+                    raise self.reporter.mismatch(self.operation, calls)
                 if not message.taken:
                     waiting.append(dst)
             state.awaits[rank] = waiting[0] if waiting else None
@@ -272,14 +253,14 @@ class InProcessTransport(Transport):
         if sent != wanted:
             message.refusal = self._told("recv(src={})", src, out)
             calls = {src: self._told("send(dst={})", self.rank, message.tensor), self.rank: message.refusal}
-            raise self._reporter.mismatch(self._operation, calls)
+            raise self.reporter.mismatch(self.operation, calls)
         out.copy_(message.tensor)
         message.taken = True
         self._state.answer(src, self.rank)
         self._state.changed.notify_all()
 
     def _told(self, call: str, peer: int, tensor: Tensor) -> str:
-        return f"{call.format(self._reporter.world_rank(peer))} of {describe(tensor)}"
+        return f"{call.format(self.reporter.world_rank(peer))} of {describe(tensor)}"
 
     # Waiting
 
@@ -291,14 +272,14 @@ class InProcessTransport(Transport):
     ) -> None:
         """Wait, holding the lock, until nobody is `missing`; `stuck(peer)` says that both would wait for ever."""
         state = self._state
-        reporter, operation = self._reporter, self._operation
-        deadline = WaitDeadline(reporter, operation, self._seconds(timeout))
+        reporter, operation = self.reporter, self.operation
+        deadline = WaitDeadline(reporter, operation, self.seconds(timeout))
         if self._waiting_probe is not None:
             missing = self._waiting_probe.waiting(missing)
         while awaited := missing():
-            if self._failure is not None:  # aborted by another thread
-                raise reporter.aborted(self._failure, operation, deadline.waited)
-            if self._closed:
+            if self.failure is not None:  # aborted by another thread
+                raise reporter.aborted(self.failure, operation, deadline.waited)
+            if self.closed:
                 raise reporter.closed(operation)
             for peer in awaited:
                 notice = state.exit_notice(peer)

@@ -30,17 +30,17 @@ class ManagedGroup(ProcessGroupTransport):
         return self._failure_log
 
     def abort(self, error: BaseException) -> None:
-        if self._failure is None:
-            self._failure = error
+        if self.failure is None:
+            self.failure = error
 
     def break_off(self, error: BaseException) -> None:
         """Fail, and close the connections, so that waits here and waits of peers for this rank end."""
         self.abort(error)
-        if not self._closed:
+        if not self.closed:
             self._break_off()
 
     def _explain(self, error: Exception, waited: float) -> Exception:
-        return (PeerTimeout if is_timeout(error) else TransportError)(str(error), rank=self._reporter.own)
+        return (PeerTimeout if is_timeout(error) else TransportError)(str(error), rank=self.reporter.own)
 
 
 def members_of(hosts: Sequence[int], rank: int) -> list[int]:

@@ -9,6 +9,7 @@ nothing.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import select
@@ -58,6 +59,7 @@ def slots_at(world_size: int) -> int:
     return round_up(PAIRS_AT + PAIR_BYTES * world_size, PAGE_BYTES)
 
 
+@functools.lru_cache(maxsize=4096)
 def digest_of(call: str) -> int:
     """63 bits that stand for a call: ranks compare these instead of the words."""
     return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little") >> 1

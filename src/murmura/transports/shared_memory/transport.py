@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident, main_thread
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from murmura.collectives.reduction import Reduction
 from murmura.errors import ConfigError
 from murmura.observe.recorder import Probe
 from murmura.transports import agreement
-from murmura.transports.base import Pairs, Transport
-from murmura.transports.checks import check_members, check_timeout, describe, store
+from murmura.transports.base import Async, Op, Pairs, Seconds, Sync, Transport
+from murmura.transports.checks import check_members, check_timeout, describe, describe_call, flatten, store
 from murmura.transports.failures import ExitNotice
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.shared_memory import futex, rendezvous
@@ -38,7 +38,7 @@ NUM_PREPARED = 1024  # tensors whose small all-reduce is kept ready
 class SharedMemoryTransport(Transport):
     """One rank of a world of processes on one host; made by `join`, `connect` or `run_world`."""
 
-    _works_on = torch.device("cpu")
+    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class SharedMemoryTransport(Transport):
         self._life_fds = life_fds
         self._owns_segment = False  # a channel shares its parent's, and the signs of life
         self._own_life = -1
-        self._control = ControlBlock(segment, rank, blocks, life_fds, self._reporter)
+        self._control = ControlBlock(segment, rank, blocks, life_fds, self.reporter)
         self._messages = MessageExchange(self._control)
         self._session = CollectiveSession(self._control, self._messages)
         self._small_all_reduces: dict[Any, SmallAllReduce] = {}  # by shape, dtype and operation
@@ -107,31 +107,24 @@ class SharedMemoryTransport(Transport):
         blocks = [peer * segment.arena_bytes for peer in range(world_size)]
         transport = cls(segment, rank, blocks, met.life_fds, hosts=hosts, timeout=timeout, world_ranks=world_ranks)
         transport._owns_segment = True
-        segment.owner = transport._reporter.own
+        segment.owner = transport.reporter.own
         transport._own_life = met.own_life
         return transport
 
     # Transport's contract
 
-    def exchange(
-        self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
-    ) -> Ticket | None:
-        self._check_pairs(sends, recvs, timeout)
-
-        def work() -> None:
-            outgoing = [(self._flat(tensor, load=True), dst, describe(tensor)) for tensor, dst in sends]
-            incoming = [(self._flat(out, load=False), src, describe(out)) for out, src in recvs]
-            seconds = self._seconds(timeout)
-            self._messages.exchange(outgoing, incoming, self._operation, seconds, spin=self._may_spin())
-            for (flat, _, _), (out, _) in zip(incoming, recvs, strict=True):
-                store(flat, out)
-
-        return self._operate("exchange", work, async_op, self._sent(sends))  # type: ignore[no-any-return]
+    def do_exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
+        outgoing = [(flatten(tensor, self.device), dst, describe(tensor)) for tensor, dst in sends]
+        incoming = [(flatten(out, self.device, load=False), src, describe(out)) for out, src in recvs]
+        seconds = self.seconds(timeout)
+        self._messages.exchange(outgoing, incoming, self.operation, seconds, spin=self._may_spin())
+        for (flat, _, _), (out, _) in zip(incoming, recvs, strict=True):
+            store(flat, out)
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> SharedMemoryTransport | None:
         members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
         check_members(members, self.world_size)
-        self._check_usable()
+        self.check_usable()
         if self.rank not in members:
             return None
         place = self._segment.take(block_bytes(len(members)))
@@ -151,36 +144,29 @@ class SharedMemoryTransport(Transport):
         retire = weakref.finalize(split, _retire, split._control, split._session)  # also if it is only dropped
         retire.atexit = False
         split._retire = retire
-        self._keep(split, members)
+        self.keep_split(split, members)
         return split
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         if torch.device(device).type != "cpu" or self.world_size == 1:
             return super().allocate(numel, dtype, device)
-        self._check_usable()
+        self.check_usable()
         return self._segment.allocate(numel, dtype)
 
-    def _observe_waiting(self, probe: Probe | None) -> None:
+    def observe_waiting(self, probe: Probe | None) -> None:
         self._control.probe = probe
 
-    def abort(self, error: BaseException) -> None:
-        if self._failure is None:
-            super().abort(error)
-            self._control.failure = error
-            self._control.announce_exit(ExitNotice.of(error, self._reporter.own))
-            for split in list(self._splits):
-                split.abort(error)
+    def on_abort(self, error: BaseException) -> None:
+        self._control.failure = error
+        self._control.announce_exit(ExitNotice.of(error, self.reporter.own))
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = self._control.closed = True
-        for split in list(self._splits):
-            split.close()
-        self._executor.close()
+    def on_close(self) -> None:
+        self._control.closed = True
+
+    def release(self) -> None:
         self._prepared.clear()
         self._small_all_reduces.clear()
-        self._control.announce_exit(self._exit_notice())
+        self._control.announce_exit(self.exit_notice())  # not before: peers may wait for what was queued here
         self._control.failure = None  # whose traceback would keep all this alive
         if self._retire is not None:
             self._retire()
@@ -192,6 +178,14 @@ class SharedMemoryTransport(Transport):
 
     # All-reduce
 
+    @overload
+    def all_reduce(
+        self, tensor: Tensor, op: Op = ..., *, out: Tensor | None = ..., async_op: Sync = ..., timeout: Seconds = ...
+    ) -> Tensor: ...
+    @overload
+    def all_reduce(
+        self, tensor: Tensor, op: Op = ..., *, out: Tensor | None = ..., async_op: Async, timeout: Seconds = ...
+    ) -> Ticket: ...
     def all_reduce(
         self,
         tensor: Tensor,
@@ -200,7 +194,7 @@ class SharedMemoryTransport(Transport):
         out: Tensor | None = None,
         async_op: bool = False,
         timeout: float | None = None,
-    ) -> Tensor | Ticket:
+    ) -> Any:
         check_timeout(timeout)
         if self._listeners.members:
             self.announce()
@@ -220,8 +214,10 @@ class SharedMemoryTransport(Transport):
                 with self._executor.lock:
                     self._run_prepared(*prepared, timeout)
                 return tensor
-        result = super().all_reduce(tensor, op, out=out, async_op=async_op, timeout=timeout)
-        if out is None and not async_op and self.world_size > 1 and can_prepare(tensor, self.world_size):
+        if async_op:
+            return super().all_reduce(tensor, op, out=out, async_op=True, timeout=timeout)
+        result = super().all_reduce(tensor, op, out=out, timeout=timeout)
+        if out is None and self.world_size > 1 and can_prepare(tensor, self.world_size):
             self._prepare(tensor, ReduceOp(op))
         return result
 
@@ -233,13 +229,13 @@ class SharedMemoryTransport(Transport):
         prepared = self._small_all_reduces.get(kind)
         if prepared is None:
             prepared = self._small_all_reduces[kind] = SmallAllReduce(
-                self._control, tensor, op, f"all_reduce({op}) of {describe(tensor)}"
+                self._control, tensor, op, describe_call("all_reduce", op, tensor)
             )
         self._prepared[tensor.data_ptr(), *kind] = (prepared, *prepared.views(tensor))
 
     def _run_prepared(self, prepared: SmallAllReduce, source: memoryview, result: Any, timeout: float | None) -> None:
-        if self._failure is not None or self._closed:
-            self._check_usable(f"all_reduce #{self._num_collectives + 1}")
+        if self.failure is not None or self.closed:
+            self.check_usable(f"all_reduce #{self._num_collectives + 1}")
         try:
             number = self._num_collectives = self._num_collectives + 1
             outcome = prepared.run(number, source, result)
@@ -254,24 +250,24 @@ class SharedMemoryTransport(Transport):
             self.abort(error)
             raise
 
-    def _all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
+    def do_all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
         reduction = Reduction(op, flat_in.dtype, self.world_size, flat_in.device)
-        all_reduce_flat(self._begin(timeout), flat_in, flat_out, reduction, "all_reduce" + call)
+        all_reduce_flat(self._begin(timeout), flat_in, flat_out, reduction, call)
 
-    def _broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
-        broadcast_bytes(self._begin(timeout), flat.view(torch.uint8), src, "broadcast" + call)
+    def do_broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
+        broadcast_bytes(self._begin(timeout), flat.view(torch.uint8), src, call)
 
-    def _barrier(self, timeout: float | None) -> None:
-        self._agree("barrier()", timeout)
+    def do_barrier(self, timeout: float | None) -> None:
+        self.compare_calls("barrier()", timeout)
 
-    def _agree(self, call: str, timeout: float | None) -> None:
+    def compare_calls(self, call: str, timeout: float | None) -> None:
         if self.world_size > 1:
             self._begin(timeout).enter(call)
 
     def _begin(self, timeout: float | None, operation: str = "") -> CollectiveSession:
         """The session of the collective under way."""
         spin = self._may_spin()
-        self._session.begin(self._num_collectives, operation or self._operation, self._seconds(timeout), spin=spin)
+        self._session.begin(self._num_collectives, operation or self.operation, self.seconds(timeout), spin=spin)
         return self._session
 
     def _may_spin(self) -> bool:
