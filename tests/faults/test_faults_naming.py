@@ -13,7 +13,7 @@ from scenario import Stage
 
 from murmura import InProcessTransport, PeerLost, PeerTimeout, Transport, TransportError, run_world
 from murmura.errors import MurmuraError
-from murmura.transports.failures import Departure, Reporter
+from murmura.transports.failures import ExitNotice, Reporter
 
 TIMEOUT = 1.0
 DEATH_SECONDS = 2.0
@@ -110,10 +110,10 @@ def test_what_an_error_was_raised_from_is_the_cause_that_the_others_hear():
         except PeerLost as error:
             raise RuntimeError("training failed") from error
     except RuntimeError as error:
-        departure = Departure.of(error, 2)
-    heard = departure.as_error(0, 2, "barrier #4")
+        notice = ExitNotice.of(error, 2)
+    heard = notice.as_error(0, 2, "barrier #4")
     assert (type(heard), heard.rank, heard.peer, heard.operation) == (PeerLost, 0, 1, "barrier #4")
-    again = Departure.of(heard, 0).as_error(3, 0, "barrier #4")
+    again = ExitNotice.of(heard, 0).as_error(3, 0, "barrier #4")
     assert (type(again), again.rank, again.peer) == (PeerLost, 3, 1)
 
 

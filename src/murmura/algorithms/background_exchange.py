@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from murmura.transports.order import Order, Ticket
+from murmura.transports.serial_executor import SerialExecutor, Ticket
 
 
 class PendingExchange:
@@ -33,8 +33,8 @@ class BackgroundExchanges:
     """Runs one exchange after another, in the order they were started."""
 
     def __init__(self, name: str) -> None:
-        self._order = Order(name)
-        self._order.close_with(self)
+        self._executor = SerialExecutor(name)
+        self._executor.close_with(self)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def start(self, what: str, tensors: Sequence[Tensor], work: Callable[[], None]) -> PendingExchange:
@@ -49,11 +49,11 @@ class BackgroundExchanges:
                     current.enter_context(torch.cuda.stream(stream))
                 work()
 
-        return PendingExchange(self._order.submit(what, run), streams)
+        return PendingExchange(self._executor.submit(what, run), streams)
 
     def close(self) -> None:
         """End the thread. Whoever closes has closed the transport first, so that nothing waits any more."""
-        self._order.close()
+        self._executor.close()
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

@@ -21,7 +21,7 @@ from murmura.ddp.replica import ModelReplica
 from murmura.ddp.tail import Tail
 from murmura.errors import MurmuraError, UsageError
 from murmura.observe.observer import Observer, exchanging
-from murmura.transports.order import Order, Ticket
+from murmura.transports.serial_executor import SerialExecutor, Ticket
 
 
 class GradientReducer:
@@ -34,7 +34,7 @@ class GradientReducer:
         self.observer: Observer | None = None
         self.observed: list[nn.Parameter] = []  # in the order their gradients came in the round under way
         self._transport = replica.transport
-        self._order = Order(f"{self._transport.name}-rank{self._transport.rank}")
+        self._executor = SerialExecutor(f"{self._transport.name}-rank{self._transport.rank}")
         self._before: list[Tensor] | None = None  # gradients of earlier rounds, once asked for
         self.use([])
 
@@ -143,11 +143,11 @@ class GradientReducer:
         self.reset()
 
     def close(self) -> None:
-        self._order.close()
+        self._executor.close()
 
     def close_with(self, owner: object) -> None:
         """Let the communication thread end when `owner` is gone, after what is queued."""
-        self._order.close_with(owner)
+        self._executor.close_with(owner)
 
     def _copy_in(self, bucket: Bucket, slot: int) -> None:
         parameter, view = bucket.parameters[slot], bucket.views[slot]
@@ -192,7 +192,7 @@ class GradientReducer:
                 error.add_note(f"It was the exchange of {what}.")
                 raise
 
-        return self._order.submit(what, run)
+        return self._executor.submit(what, run)
 
     def _settle(self, tail: Tail, weighs: bool, number: int) -> None:
         """Give every parameter that any rank used its mean gradient; leave the others without."""

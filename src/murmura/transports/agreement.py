@@ -62,11 +62,11 @@ def on_split(parent: Transport, name: str, members: Sequence[int], word: int = 0
         calls = {peer: _text(note) for peer, note in notes.items()}
         calls[parent.rank] = _text(_note(call, torch.device("cpu")))
         if len(set(calls.values())) > 1:
-            raise parent._reporter.mismatch("split", calls)
+            raise parent.reporter.mismatch("split", calls)
         words[parent.rank] = own
         return [int(words[member]) for member in members]
 
-    result: list[int] = parent._run("exchange", work, False)
+    result: list[int] = parent.run_in_turn("exchange", work)
     return result
 
 

@@ -1,4 +1,4 @@
-"""One channel, one order: operations run one at a time, in the order they were asked for.
+"""SerialExecutor: the operations of one channel run one at a time, in the order they were called.
 
 A synchronous call runs inline in the caller's thread when nothing is queued. Asynchronous ones run in the
 channel's communication thread, started at the first of them, and hand back a `Ticket`.
@@ -15,7 +15,7 @@ from typing import Any
 from murmura.errors import PeerTimeout
 from murmura.transports.checks import check_timeout
 
-__all__ = ["Order", "Ticket"]
+__all__ = ["SerialExecutor", "Ticket"]
 
 
 class Ticket:
@@ -62,7 +62,7 @@ class Ticket:
         self._finished.set()
 
 
-class Order:
+class SerialExecutor:
     """Runs the operations of one channel; `lock` is held by whichever thread runs one now."""
 
     def __init__(self, name: str) -> None:
@@ -90,7 +90,7 @@ class Order:
         return self._owner == threading.get_ident()
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Run `work` in its turn and return its result; inside another operation, at once."""
+        """Run `work` after what is queued and return its result; inside another operation, at once."""
         if self.runs_here():
             return work()
         if not self.idle:
@@ -112,7 +112,7 @@ class Order:
         return ticket
 
     def close(self) -> None:
-        """Let the communication thread finish what is queued, then end it. The caller has failed its waits first."""
+        """Let the communication thread finish what is queued, then end it. The caller has ended its waits first."""
         with self._submitting:
             self._closed = True
         thread = self._thread
@@ -122,7 +122,7 @@ class Order:
             self._thread = None
 
     def close_with(self, owner: object) -> None:
-        """Let the communication thread end when `owner` is gone, after what is queued."""
+        """End the communication thread when `owner` is garbage-collected, after what is queued."""
         weakref.finalize(owner, self._jobs.put, None).atexit = False  # to join it might take a deadline
 
     def _perform(self, work: Callable[[], Any]) -> Any:
