@@ -36,7 +36,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def __init__(self, process_group: Transport, **choices: Any) -> None:
         super().__init__(process_group, **choices)
         self._channel = process_group.channel("average")
-        self._background = BackgroundExchanges(f"{self._channel.name}-rank{self._channel.rank}")
+        self._background = BackgroundExchanges(self._channel)
         self._replica: Replica | None = None
         self._pending: PendingExchange | None = None
         self._owed: list[Tensor] = []  # corrections that wait for a moment at which weights may be written
@@ -140,7 +140,6 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._loop.close()
             self._loop.correct(self._weights.add)
         self._channel.close()
-        self._background.close()
 
 
 @dataclass(frozen=True)

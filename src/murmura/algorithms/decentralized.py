@@ -46,7 +46,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         super().__init__(process_group, **choices)
         self._channel = process_group.channel("average")
         self._hierarchy = Hierarchy(self._channel, self.hierarchical)
-        self._background = BackgroundExchanges(f"{self._channel.name}-rank{self._channel.rank}")
+        self._background = BackgroundExchanges(self._channel)
         self._pending: PendingExchange | None = None
         self._incoming: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
@@ -102,7 +102,6 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
     def close(self) -> None:
         self._channel.close()
-        self._background.close()
 
     def _average(self, number: int) -> None:
         for flat in self._flats:

@@ -79,7 +79,6 @@ class RoundDriver:
         self._steps = StepTracker(replica)
         self.planner = BucketPlanner(replica, bucket_bytes)
         self.reducer = GradientReducer(replica, self.planner)
-        self.reducer.close_with(self)
         self._stop_listening = world.before_collectives(self.before_collective)
         self._trained = TrainedParameters(self, replica, self.planner)
         try:
@@ -394,6 +393,5 @@ class RoundDriver:
             optimizer_hooks.stop_listening(self, self.replica.parameters)
             self.algorithm.close()
             self.channel.close()
-            self.reducer.close()
             if self._owns_world:
                 self._world.close()

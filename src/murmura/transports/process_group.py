@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -27,6 +28,7 @@ from murmura.transports.failure_log import FailureLog
 from murmura.transports.failures import ExitNotice, Reporter, WaitDeadline
 from murmura.transports.host import Liveness
 from murmura.transports.rendezvous import Roster, Store, build_group, sign_in, under
+from murmura.transports.serial_executor import Ticket
 from murmura.transports.signed_store import SignedStore
 from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp, parse
@@ -250,16 +252,21 @@ class ProcessGroupTransport(Transport):
         # the ticket. CUDA groups only enqueue, and so need neither.
         if async_op or self._on_cuda or self._executor.in_thread():
             return super().run_in_turn(name, work, async_op)
-        ticket = self.submit(name, work)
-        deadline = WaitDeadline(self.reporter, name, float("inf"))
         try:
-            while not ticket.await_end(1.0):
-                deadline.check(self._peers)
-            return ticket.wait()
+            return self._watched(name, self.submit(name, work)).wait()
         except KeyboardInterrupt as interrupt:
             self.abort(interrupt)
             self._break_off()
             raise
+
+    def submit_job(self, what: str, work: Callable[[], Any]) -> Ticket:
+        return self._watched(what, super().submit_job(what, work))
+
+    def _watched(self, what: str, ticket: Ticket) -> Ticket:
+        """Let the thread that waits for `ticket` warn if that takes long: the one that waits inside torch cannot."""
+        begin, peers = partial(WaitDeadline, self.reporter, what, float("inf")), self._peers
+        ticket.watch = lambda: partial(begin().check, peers)
+        return ticket
 
     def _break_off(self) -> None:
         """End what waits in a group of our own; one that was handed over may be in use elsewhere."""
