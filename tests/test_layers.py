@@ -22,6 +22,7 @@ LAYERS = (
     {"observe"},
     {"collectives"},
     {"transports"},
+    {"agreement"},
     {"aggregation"},
     {"algorithms"},
     {"ddp"},
@@ -46,7 +47,7 @@ EXTRA_THIRD_PARTIES = {
     "tools.bench": {"mpi4py"},
 }
 MAX_LINES = 400
-STORE_MODULES = ("process_group", "signed_store", "watched_store", "diary")  # besides rendezvous
+STORE_MODULES = ("process_group", "signed_store", "watched_store", "failure_log")  # besides rendezvous
 
 
 def top(path: PurePosixPath) -> str:

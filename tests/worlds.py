@@ -18,7 +18,6 @@ from murmura import (
     HierarchicalTransport,
     ProcessGroupTransport,
     ThrottledTransport,
-    Ticket,
     TracedTransport,
     Transport,
     run_world,
@@ -34,28 +33,23 @@ class ExchangeOnly(Transport):
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.rank, inner.world_size, hosts=inner.hosts, timeout=inner.timeout, name="exchange-only")
         self._inner = inner
-        self._splits: list[ExchangeOnly] = []
 
-    def exchange(
-        self, sends: Any, recvs: Any, *, async_op: bool = False, timeout: float | None = None
-    ) -> Ticket | None:
-        self._check_pairs(sends, recvs)
-        return self._run("exchange", lambda: self._inner.exchange(sends, recvs, timeout=timeout), async_op)
+    def do_exchange(self, sends: Any, recvs: Any, timeout: float | None) -> None:
+        self._inner.exchange(sends, recvs, timeout=timeout)
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> ExchangeOnly | None:
         inner = self._inner.split(name, ranks)
         if inner is None:
             return None
-        self._splits.append(ExchangeOnly(inner))
-        return self._splits[-1]
+        split = ExchangeOnly(inner)
+        self.keep_split(split, ranks)
+        return split
 
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._inner.close()
-            for split in self._splits:
-                split.close()
-            self._order.close()
+    def on_abort(self, error: BaseException) -> None:
+        self._inner.abort(error)
+
+    def on_close(self) -> None:
+        self._inner.close()
 
 
 @dataclass(frozen=True)

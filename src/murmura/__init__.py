@@ -57,8 +57,8 @@ from murmura.transports.connect import connect
 from murmura.transports.decorators import FaultyTransport, ThrottledTransport, TracedTransport
 from murmura.transports.hierarchical import HierarchicalTransport
 from murmura.transports.in_process import InProcessTransport
-from murmura.transports.order import Ticket
 from murmura.transports.process_group import ProcessGroupTransport
+from murmura.transports.serial_executor import Ticket
 from murmura.transports.shared_memory import SharedMemoryTransport
 from murmura.types import DistributedBackend, DistributedRole, ReduceOp, TransportKind
 

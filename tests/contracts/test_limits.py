@@ -56,7 +56,7 @@ def test_a_deadline_that_is_none_is_refused_by_every_operation_also_in_a_world_o
         for name, call in calls.items():
             with pytest.raises(UsageError, match="timeout="):
                 call(transport)
-            assert transport._failure is None, name
+            assert transport.failure is None, name
         transport.close()
 
 

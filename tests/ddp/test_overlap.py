@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from murmura import DDP, Transport, run_world
 from murmura.algorithms import Algorithm, AlgorithmImpl
 from murmura.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from murmura.buckets import Bucket
+from murmura.transports import failures
 from worlds import SECONDS
 
 
@@ -135,3 +137,34 @@ def train_and_look(transport: Transport) -> list[bool]:
 
 def test_gradients_of_processes_lie_in_memory_that_all_ranks_reach() -> None:
     assert run_world(train_and_look, 2, kind="processes", timeout=SECONDS) == [[True] * 4 + [False]] * 2
+
+
+# One thread for one model
+
+
+def step_beside_a_late_rank(transport: Transport) -> tuple[list[str], list[str]]:
+    """Rank 1 is late until rank 0 has warned; the communication threads of the model, and what was warned."""
+    ddp = DDP(nn.Linear(2, 2), transport)
+    warnings: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if not warnings:
+                transport.send(torch.ones(1), 1)
+            warnings.append(record.getMessage())
+
+    if transport.rank == 0:
+        failures.STALL_SECONDS = 0.0
+        failures.log.addHandler(Handler())
+    else:
+        transport.recv(torch.empty(1), 0)
+    ddp(torch.ones(1, 2)).sum().backward()
+    threads = [thread.name for thread in threading.enumerate() if ddp._replica.transport.name in thread.name]
+    ddp.close()
+    return threads, warnings
+
+
+def test_a_model_has_one_thread_over_gloo_and_warns_of_a_late_rank() -> None:
+    results = run_world(step_beside_a_late_rank, 2, kind="processes", transport="gloo", timeout=SECONDS)
+    assert [len(threads) for threads, _ in results] == [1, 1]
+    assert "rank 0 has waited 1 s for rank 1 in bucket 0 (first parameter 'bias') of round 0" in results[0][1][0]

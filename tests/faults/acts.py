@@ -21,7 +21,7 @@ from torch import Tensor
 
 from murmura import InProcessTransport, MurmuraError, PeerLost
 from murmura.transports import failures
-from murmura.transports.shared_memory import board
+from murmura.transports.shared_memory import control_block
 
 ANY_RANK = [(2, 0), (2, 1), (3, 1), (4, 0), (4, 3), (5, 2)]  # (world size, culprit), for the long grids
 
@@ -251,14 +251,14 @@ def be_interrupted_beside_a_thread(pipe: Connection) -> None:
 def fail_beside_an_operation(stage: Stage, num_channels: int) -> list[str]:
     """Rank 0 fails, again and again, while its communication thread waits for rank 1; the wrong errors it met."""
     sys.setswitchinterval(1e-6)
-    board.FIRST_NAP = board.LONGEST_NAP = 1e-6
+    control_block.FIRST_NAP = control_block.LONGEST_NAP = 1e-6
     wrong = []
     for number in range(num_channels):
         channel: Any = stage.transport.channel(f"side {number}")
         if stage.rank == 1:
             continue
         ticket = channel.all_reduce(torch.ones(8), async_op=True)
-        while not channel._board.read(0, board.ASLEEP):
+        while not channel._control.read(0, control_block.ASLEEP):
             assert not ticket.done()
         try:
             with channel:

@@ -8,7 +8,7 @@ import torch
 from operations import OPERATIONS
 from scenario import NUM_HEALTHY, Stage
 
-from murmura.transports.shared_memory import board, one_shot
+from murmura.transports.shared_memory import control_block, small_all_reduce
 
 LOST_SECONDS = 5.0  # an operation that lasts so long on a busy machine missed its wake-up
 
@@ -32,12 +32,12 @@ def reduce_with_skew(stage: Stage, num_operations: int, patient: bool) -> None:
 
     Nobody looks again by himself, so a wake-up that is lost shows as a long operation.
     """
-    board.FIRST_NAP = board.LONGEST_NAP = 2 * LOST_SECONDS
+    control_block.FIRST_NAP = control_block.LONGEST_NAP = 2 * LOST_SECONDS
     if not patient:
-        board.SPINS = board.YIELDS = one_shot.YIELDS = 0
+        control_block.SPINS = control_block.YIELDS = small_all_reduce.YIELDS = 0
     n, rank, transport = stage.world_size, stage.rank, stage.transport
     if not patient:
-        transport._board.spins = 0
+        transport._control.spins = 0
     chance = random.Random(rank)
     bases = [torch.arange(numel, dtype=torch.int64) for numel in (1, 33, 1024)]
     tensors = [torch.empty_like(base) for base in bases]
@@ -61,7 +61,7 @@ def mix_with_skew(stage: Stage, num_rounds: int) -> None:
 
     Each rank is late as it happens, and nobody looks again by himself, as in `reduce_with_skew`.
     """
-    board.FIRST_NAP = board.LONGEST_NAP = 2 * LOST_SECONDS
+    control_block.FIRST_NAP = control_block.LONGEST_NAP = 2 * LOST_SECONDS
     n, rank, transport = stage.world_size, stage.rank, stage.transport
     order, skew = random.Random(n), random.Random(rank)
     sizes = (1, 1000, 70_001, 300_003)  # below and above what is small for two to five ranks

@@ -25,7 +25,7 @@ from scenario import NUM_HEALTHY, Report
 from traces import await_state
 
 from murmura import CollectiveMismatch, PeerLost, PeerTimeout, run_world
-from murmura.transports.diary import roll_call_seconds
+from murmura.transports.failure_log import roll_call_seconds
 
 CULPRIT = 1
 OTHERS = (0, 2)

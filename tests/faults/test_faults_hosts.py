@@ -11,7 +11,7 @@ from hosts_acts import HostsWorld, lose_and_stay
 from scenario import NUM_HEALTHY, Report
 from traces import await_state
 
-from murmura.transports.diary import roll_call_seconds
+from murmura.transports.failure_log import roll_call_seconds
 
 PAIRS, WOVEN = (0, 0, 1, 1), (0, 1, 0, 1)
 TIMEOUT = 1.0  # of what must time out

@@ -13,7 +13,7 @@ from scenario import Stage, World
 
 from murmura import InProcessTransport, PeerLost, PeerTimeout, Transport, TransportError, run_world
 from murmura.errors import MurmuraError
-from murmura.transports.failures import Departure, Reporter
+from murmura.transports.failures import ExitNotice, Reporter
 from murmura.transports.rendezvous import file_store, sign_in
 from murmura.transports.stalls import at_fault
 
@@ -112,10 +112,10 @@ def test_what_an_error_was_raised_from_is_the_cause_that_the_others_hear():
         except PeerLost as error:
             raise RuntimeError("training failed") from error
     except RuntimeError as error:
-        departure = Departure.of(error, 2)
-    heard = departure.as_error(0, 2, "barrier #4")
+        notice = ExitNotice.of(error, 2)
+    heard = notice.as_error(0, 2, "barrier #4")
     assert (type(heard), heard.rank, heard.peer, heard.operation) == (PeerLost, 0, 1, "barrier #4")
-    again = Departure.of(heard, 0).as_error(3, 0, "barrier #4")
+    again = ExitNotice.of(heard, 0).as_error(3, 0, "barrier #4")
     assert (type(again), again.rank, again.peer) == (PeerLost, 3, 1)
 
 
@@ -296,7 +296,7 @@ def test_a_rank_that_does_not_come_to_a_channel_is_a_timeout_for_all_others(culp
 def test_whom_rank_zero_lost_at_a_rendezvous_all_others_lose(tmp_path):
     """Rank 0 hears from somewhere else that rank 2 raised; rank 1 hears it from rank 0."""
     raised: dict[int, BaseException] = {}
-    heard = Departure(2, "raised ValueError: the loader broke", "raised").as_error(0, 2, "split('ddp')")
+    heard = ExitNotice(2, "raised ValueError: the loader broke", "raised").as_error(0, 2, "split('ddp')")
 
     def meet(rank: int) -> None:
         try:

@@ -14,7 +14,7 @@ from scenario import Actor, World, join_and_play
 from strangers import NOBODY, knock_as_another_user, live_in_many_worlds, squat_as_another_user
 from traces import assert_nothing_left
 
-from murmura.transports.shared_memory.admission import meeting_address
+from murmura.transports.shared_memory.rendezvous import socket_address
 
 TIMEOUT = 1.0
 
@@ -109,7 +109,7 @@ def test_a_rank_that_died_on_the_way_is_among_the_missing():
 @pytest.mark.slow
 def test_a_crowd_at_the_door_of_a_stopped_rank_zero_does_not_hold_up_the_others_for_ever():
     with World("processes", 2, reduce_until, "prepared", "go_on", 0, timeout=TIMEOUT, only=[0]) as world:
-        address = meeting_address(world.job)
+        address = socket_address(world.job)
         with contextlib.ExitStack() as crowd:
             while not _knock(crowd, address):  # until rank 0 has come
                 os.sched_yield()
@@ -200,7 +200,7 @@ def test_a_rank_that_is_none_of_the_world_is_turned_away():
 def test_a_process_of_another_user_is_turned_away_with_nothing_and_the_world_works():
     with World("processes", 2, reduce_until, "prepared", "return_early", 0, only=[0]) as world:
         host = world.actors[0]
-        stranger = Actor("stranger", knock_as_another_user, meeting_address(world.job), host.pid)
+        stranger = Actor("stranger", knock_as_another_user, socket_address(world.job), host.pid)
         try:
             knocked = stranger.await_word("knocked")
         finally:
@@ -215,7 +215,7 @@ def test_a_process_of_another_user_is_turned_away_with_nothing_and_the_world_wor
 @as_root
 def test_a_rank_tells_nothing_to_another_user_at_its_meeting_point():
     job = uuid.uuid4().hex
-    squatter = Actor("squatter", squat_as_another_user, meeting_address(job))
+    squatter = Actor("squatter", squat_as_another_user, socket_address(job))
     guest = None
     try:
         squatter.await_word("listening")

@@ -19,18 +19,18 @@ def test_a_warning_comes_after_ten_seconds_and_then_ever_less_often(monkeypatch,
     assert failures.STALL_SECONDS == 10.0
     now = 1000.0
     monkeypatch.setattr(failures.time, "monotonic", lambda: now)
-    patience = failures.Patience(failures.Reporter(2, range(8)), "all_reduce #7", 600.0)
+    deadline = failures.WaitDeadline(failures.Reporter(2, range(8)), "all_reduce #7", 600.0)
     warned = []
     with caplog.at_level(logging.WARNING, "murmura"):
         while now < 1599.0:
             now += 1.0
-            patience.check([0, 3])
+            deadline.check([0, 3])
             if len(caplog.records) > len(warned):
                 warned.append(now - 1000.0)
         assert warned == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0]
         now += 1.0
         with pytest.raises(failures.PeerTimeout, match=r"rank 2 waited 600\.0 s for ranks 0 and 3 in all_reduce #7"):
-            patience.check([0, 3])
+            deadline.check([0, 3])
     assert caplog.records[0].getMessage() == (
         "rank 2 has waited 10 s for ranks 0 and 3 in all_reduce #7; it gives up after 600 s."
     )

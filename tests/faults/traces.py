@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from murmura.transports.shared_memory.admission import meeting_address
+from murmura.transports.shared_memory.rendezvous import socket_address
 
 PORTS = ("tcp", "tcp6", "udp", "udp6")
 
@@ -82,7 +82,7 @@ def assert_nothing_left(job: str, inodes: set[int], pids: list[int]) -> None:
     """After the end of a world: no process, no mapping of its memory, no meeting point, no file."""
     assert all(is_gone(pid) for pid in pids), {pid: state_of(pid) for pid in pids}
     assert not {pid: left for pid in _pids() if (left := segments_of(pid) & inodes)}, "the segment is still held"
-    meeting_point = meeting_address(job).replace("\0", "@")
+    meeting_point = socket_address(job).replace("\0", "@")
     assert not [line for line in _lines("/proc/net/unix") if line.rstrip().endswith(meeting_point)]
     assert not [name for name in os.listdir("/dev/shm") if job in name]
 

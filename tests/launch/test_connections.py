@@ -31,7 +31,7 @@ from murmura import (
     connect,
 )
 from murmura.transports import rendezvous
-from murmura.transports.diary import Diary
+from murmura.transports.failure_log import FailureLog
 from murmura.transports.failures import Reporter
 from murmura.transports.host import Liveness
 from murmura.transports.rendezvous import file_store, open_store, sign_in, under
@@ -175,10 +175,10 @@ def test_a_strangers_entry_hides_no_death(tmp_path: Path, secret: str | None, ga
         plain.set(key, garbage)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     liveness = Liveness({1: child.pid})
-    diary = Diary(store, 0, 2, liveness, Reporter(0, range(2)))
-    assert diary.cause("barrier #1") is None
+    failure_log = FailureLog(store, 0, 2, liveness, Reporter(0, range(2)))
+    assert failure_log.cause("barrier #1") is None
     child.communicate()
-    error = diary.cause("barrier #1")
+    error = failure_log.cause("barrier #1")
     assert isinstance(error, PeerLost)
     assert (error.rank, error.peer, error.operation) == (0, 1, "barrier #1")
     liveness.close()

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from murmura.aggregation.agreement import agree, control_device
 from murmura.aggregation.base import GradientAggregator
 from murmura.aggregation.checks import check_place, check_sendable
-from murmura.aggregation.flat import FlatBuffers, clones, layout_of, unpack
+from murmura.aggregation.layout import FlatBuffers, check_same_layout, clones, layout_of, unpack
 from murmura.config import DistributedConfig
 from murmura.transports.base import Transport
 from murmura.types import ReduceOp
@@ -20,7 +19,6 @@ class AllReduceAggregator(GradientAggregator):
 
     def __init__(self, config: DistributedConfig, transport: Transport) -> None:
         check_place(config, transport)
-        self._config = config
         self._transport = transport
         self._buffers = FlatBuffers(transport)
 
@@ -31,7 +29,7 @@ class AllReduceAggregator(GradientAggregator):
             return clones(gradients)
         layout = layout_of(gradients)
         flats = self._buffers.pack(gradients, layout)
-        agree(self._transport, "AllReduceAggregator.aggregate", layout, control_device(self._config, gradients))
+        check_same_layout(self._transport, "AllReduceAggregator.aggregate", layout)
         for flat in flats:
             self._transport.all_reduce(flat, ReduceOp.MEAN)
         return unpack(flats, gradients, layout)

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from murmura.aggregation.agreement import agree, control_device
 from murmura.aggregation.base import GradientAggregator
 from murmura.aggregation.checks import check_place, check_sendable
-from murmura.aggregation.flat import (
-    FlatBuffers,
-    Slot,
-    clones,
-    from_bytes,
-    from_json,
-    layout_of,
-    to_bytes,
-    to_json,
-    unpack,
-)
+from murmura.aggregation.layout import FlatBuffers, check_same_layout, clones, from_json, layout_of, to_json, unpack
 from murmura.config import DistributedConfig
 from murmura.transports.base import Transport
+from murmura.transports.objects import broadcast_bytes
 from murmura.types import ReduceOp
 
 
@@ -34,7 +23,6 @@ class ParameterServer(GradientAggregator):
 
     def __init__(self, config: DistributedConfig, transport: Transport) -> None:
         check_place(config, transport)
-        self._config = config
         self._transport = transport
         self._buffers = FlatBuffers(transport)
 
@@ -48,11 +36,11 @@ class ParameterServer(GradientAggregator):
         if self._transport.world_size == 1:
             return clones(params)
         is_server = self._transport.rank == 0
-        device = control_device(self._config, params)
         layout = layout_of(params)
-        is_silent = not is_server and not params
-        agree(self._transport, "ParameterServer.broadcast_params", layout, device, is_silent=is_silent)
-        layout = self._broadcast_layout(layout, device)
+        check_same_layout(
+            self._transport, "ParameterServer.broadcast_params", layout, abstains=not is_server and not params
+        )
+        layout = from_json(broadcast_bytes(self._transport, to_json(layout).encode()).decode())
         likes = params if is_server else [slot.empty() for slot in layout]
         flats = self._buffers.pack(likes, layout)
         for flat in flats:
@@ -66,7 +54,7 @@ class ParameterServer(GradientAggregator):
             return clones(gradients)
         layout = layout_of(gradients)
         flats = self._buffers.pack(gradients, layout)
-        agree(self._transport, "ParameterServer.reduce_gradients", layout, control_device(self._config, gradients))
+        check_same_layout(self._transport, "ParameterServer.reduce_gradients", layout)
         for flat in flats:
             self._transport.reduce(flat, dst=0, op=ReduceOp.MEAN)
             self._transport.broadcast(flat, src=0)
@@ -75,13 +63,3 @@ class ParameterServer(GradientAggregator):
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The same as `reduce_gradients`."""
         return self.reduce_gradients(gradients)
-
-    def _broadcast_layout(self, layout: list[Slot], device: torch.device) -> list[Slot]:
-        """Rank 0's layout, as JSON: its length first, then its bytes."""
-        data = to_bytes(to_json(layout), device)
-        length = torch.tensor([data.numel()], device=device)
-        self._transport.broadcast(length, src=0)
-        if self._transport.rank != 0:
-            data = torch.empty(int(length), dtype=torch.uint8, device=device)
-        self._transport.broadcast(data, src=0)
-        return from_json(from_bytes(data))

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from murmura.transports.order import Order, Ticket
+from murmura.transports.base import Transport
+from murmura.transports.serial_executor import Ticket
 
 
 class PendingExchange:
@@ -30,11 +31,10 @@ class PendingExchange:
 
 
 class BackgroundExchanges:
-    """Runs one exchange after another, in the order they were started."""
+    """Runs one exchange after another in the communication thread of `channel`, in the order they were started."""
 
-    def __init__(self, name: str) -> None:
-        self._order = Order(name)
-        self._order.close_with(self)
+    def __init__(self, channel: Transport) -> None:
+        self._channel = channel
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def start(self, what: str, tensors: Sequence[Tensor], work: Callable[[], None]) -> PendingExchange:
@@ -49,11 +49,7 @@ class BackgroundExchanges:
                     current.enter_context(torch.cuda.stream(stream))
                 work()
 
-        return PendingExchange(self._order.submit(what, run), streams)
-
-    def close(self) -> None:
-        """End the thread. Whoever closes has closed the transport first, so that nothing waits any more."""
-        self._order.close()
+        return PendingExchange(self._channel.submit_job(what, run), streams)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

@@ -46,7 +46,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         super().__init__(process_group, **choices)
         self._channel = process_group.channel("average")
         self._hierarchy = Hierarchy(self._channel, self.hierarchical)
-        self._background = BackgroundExchanges(f"{self._channel.name}-rank{self._channel.rank}")
+        self._background = BackgroundExchanges(self._channel)
         self._pending: PendingExchange | None = None
         self._incoming: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
@@ -56,7 +56,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
     def _use(self, weights: FlatWeights) -> None:
         self._weights = weights
-        self._flats = self._weights.allocate(self._channel)  # x_t, and then A(x_t)
+        self._flats = self._weights.allocate(self._channel.allocate)  # x_t, and then A(x_t)
         self._before = [torch.empty_like(flat) for flat in self._flats]  # x_t
 
     def before_forward(self) -> None:
@@ -108,7 +108,6 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
     def close(self) -> None:
         self._channel.close()
-        self._background.close()
 
     def _average(self, number: int) -> None:
         for flat in self._flats:

@@ -43,7 +43,7 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         self._codec = CodecThread()
 
     def use(self, weights: FlatWeights) -> None:
-        self._flats = weights.allocate(self.process_group)
+        self._flats = weights.allocate(self.process_group.allocate)
         counts = weights.num_parameter_elements
         self._theta = [flat[:count].clone() for flat, count in zip(self._flats, counts, strict=True)]
         self._velocity = [torch.zeros_like(each) for each in self._theta]

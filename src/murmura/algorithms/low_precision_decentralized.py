@@ -66,7 +66,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
             )
 
     def use(self, weights: FlatWeights) -> None:
-        self._flats = weights.allocate(self.process_group)
+        self._flats = weights.allocate(self.process_group.allocate)
         leaders = self._hierarchy.leaders
         self._w: list[Tensor] = []
         self._left: list[Tensor] = []

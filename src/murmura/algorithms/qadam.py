@@ -16,8 +16,9 @@ from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer
-from murmura.algorithms.weights import FlatTensors, as_real
+from murmura.algorithms.weights import as_real
 from murmura.buckets import Bucket
+from murmura.buckets.flat import FlatTensors
 from murmura.compressors import MinMaxUInt8
 from murmura.errors import ConfigError, UsageError
 from murmura.types import Exchanges, ReduceOp
@@ -156,7 +157,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         if [flat.numel() for flat in self._flats] == moments.numels:
             return
         leaders = self._hierarchy.leaders
-        self._flats = moments.allocate(self.process_group)
+        self._flats = moments.allocate(self.process_group.allocate)
         self._means = []
         if leaders is not None:
             self._means = [

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from murmura.algorithms import Algorithm, AlgorithmImpl, algorithm_named
 from murmura.config import algorithm_from_env
-from murmura.ddp import agreement, consensus
-from murmura.ddp.flattening import broadcast_together
+from murmura.ddp import consensus, replica_checks
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.round import Event
 from murmura.ddp.round_driver import RoundDriver
@@ -78,7 +77,7 @@ class DDP(nn.Module):
         try:
             channel = self._transport.channel("ddp").without_listeners()
             self._replica = ModelReplica(module, channel, ignore, broadcast_buffers)
-            agreement.check_same_model(self._replica.transport, self._replica.describe())
+            replica_checks.check_same_model(self._replica.transport, self._replica.describe())
             self._take_over(0)
             self._driver = RoundDriver(
                 module,
@@ -180,7 +179,7 @@ class DDP(nn.Module):
 
     def _take_over(self, root: int) -> None:
         tensors = [*self._replica.parameters, *self._replica.all_buffers]
-        broadcast_together(self._replica.transport, tensors, root, rarely=True)
+        self._replica.broadcast(tensors, root, self._replica.transport.allocate)
 
     def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Iterate uneven data: a rank out of it replays its last batch with weight 0 until all are done.

@@ -21,7 +21,7 @@ from murmura.ddp.replica import ModelReplica
 from murmura.ddp.tail import Tail
 from murmura.errors import MurmuraError, UsageError
 from murmura.observe.observer import Observer, exchanging
-from murmura.transports.order import Order, Ticket
+from murmura.transports.serial_executor import Ticket
 
 
 class GradientReducer:
@@ -34,7 +34,6 @@ class GradientReducer:
         self.observer: Observer | None = None
         self.observed: list[nn.Parameter] = []  # in the order their gradients came in the round under way
         self._transport = replica.transport
-        self._order = Order(f"{self._transport.name}-rank{self._transport.rank}")
         self._before: list[Tensor] | None = None  # gradients of earlier rounds, once asked for
         self.use([])
 
@@ -146,13 +145,6 @@ class GradientReducer:
             self._settle(tail, averages and weighs, number)
         self.reset()
 
-    def close(self) -> None:
-        self._order.close()
-
-    def close_with(self, owner: object) -> None:
-        """Let the communication thread end when `owner` is gone, after what is queued."""
-        self._order.close_with(owner)
-
     def _copy_in(self, bucket: Bucket, slot: int) -> None:
         parameter, view = bucket.parameters[slot], bucket.views[slot]
         gradient = parameter.grad
@@ -202,7 +194,7 @@ class GradientReducer:
                 self._failure = error
                 raise
 
-        return self._order.submit(what, run)
+        return self._transport.submit_job(what, run)
 
     def _settle(self, tail: Tail, weighs: bool, number: int) -> None:
         """Give every parameter that any rank used its mean gradient; leave the others without."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from murmura.algorithms import Algorithm, AlgorithmImpl
 from murmura.algorithms.switching import average_moments, replace_algorithm
-from murmura.ddp import agreement, hooks, optimizer_hooks
+from murmura.ddp import hooks, optimizer_hooks, replica_checks
 from murmura.ddp.backward_tracker import BackwardTracker
 from murmura.ddp.bucket_planner import BucketPlanner
 from murmura.ddp.gradient_reducer import GradientReducer
@@ -76,7 +76,6 @@ class RoundDriver:
         self._steps = StepTracker(replica)
         self.planner = BucketPlanner(replica, bucket_bytes)
         self.reducer = GradientReducer(replica, self.planner)
-        self.reducer.close_with(self)
         self._stop_listening = world.before_collectives(self.settling.before_collective)
         self._trained = TrainedParameters(self, replica, self.planner)
         try:
@@ -347,7 +346,7 @@ class RoundDriver:
     def verify(self) -> None:
         """Raise `ReplicaDivergence` unless all ranks hold the same parameters."""
         self.replica.check_same_parameters()
-        agreement.check_same_values(self.channel, self.replica.names, self.replica.parameters)
+        replica_checks.check_same_values(self.channel, self.replica.names, self.replica.parameters)
 
     def observe(self, observer: Observer | None) -> None:
         """Report to `observer` from now on; None ends it."""
@@ -376,6 +375,5 @@ class RoundDriver:
             optimizer_hooks.stop_listening(self, self.replica.parameters)
             self.algorithm.close()
             self.channel.close()
-            self.reducer.close()
             if self._owns_world:
                 self._world.close()

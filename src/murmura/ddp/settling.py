@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from murmura.algorithms import AlgorithmImpl
 from murmura.ddp.backward_tracker import BackwardTracker
-from murmura.ddp.flattening import broadcast_together
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.round import Round
 from murmura.errors import MurmuraError
@@ -62,7 +61,7 @@ class Settling:
         """Take over rank 0's buffers, if that is owed."""
         if self.owes_buffers:
             self.owes_buffers = False
-            broadcast_together(self._replica.transport, self._replica.buffers, 0)
+            self._replica.broadcast(self._replica.buffers, 0)
 
     def _try_to_settle(self) -> None:
         with contextlib.suppress(MurmuraError):  # another exception is being handled already

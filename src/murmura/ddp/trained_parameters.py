@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from murmura.ddp import agreement, hooks
+from murmura.ddp import hooks, replica_checks
 from murmura.ddp.bucket_planner import BucketPlanner
 from murmura.ddp.replica import ModelReplica
 
@@ -33,7 +33,7 @@ class TrainedParameters:
 
     def take_in(self, thawed: list[int]) -> bool:
         """Let `thawed` take part, on every rank; whether that needs other buckets. Collective."""
-        agreement.check_same_model(self._replica.transport, [self._replica.names[index] for index in thawed])
+        replica_checks.check_same_model(self._replica.transport, [self._replica.names[index] for index in thawed])
         self._taken_in.update(thawed)
         return self._planner.add(thawed)
 

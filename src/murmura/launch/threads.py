@@ -12,7 +12,7 @@ import torch
 
 from murmura.errors import MurmuraError, TransportError
 from murmura.launch.outcomes import Outcome, as_raised, root_cause, stuck
-from murmura.transports.failures import Departure
+from murmura.transports.failures import ExitNotice
 from murmura.transports.in_process import InProcessTransport
 
 LAST_WORDS_SECONDS = 10.0  # for the other ranks to notice that the world has ended
@@ -57,8 +57,8 @@ def run_threads(
     failure = root_cause(outcomes)
     if failure is not None:
         assert failure.error is not None
-        culprit, departure = failure.rank, Departure.of(failure.error, failure.rank)
-        _cancel(transports, lambda rank: None if rank == culprit else departure.as_error(rank, culprit, ""))
+        culprit, notice = failure.rank, ExitNotice.of(failure.error, failure.rank)
+        _cancel(transports, lambda rank: None if rank == culprit else notice.as_error(rank, culprit, ""))
         _collect(ended, outcomes, world_size, min(timeout, LAST_WORDS_SECONDS), all_of_them=True)
         failure = root_cause(outcomes)
         assert failure is not None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from murmura.errors import CheckpointError, TransportError
 from murmura.recovery.files import words
 from murmura.transports.base import Transport
+from murmura.transports.objects import all_gather_json
 
 
 def together(channel: Transport, what: str, advice: str, work: Callable[[], Any]) -> list[Any]:
@@ -27,17 +25,10 @@ def together(channel: Transport, what: str, advice: str, work: Callable[[], Any]
     except Exception as error:  # carried to all ranks, and raised there
         failure = error
         said = {"failure": words(error).rstrip(".")}
-    every = _gather(channel, said)
+    every = all_gather_json(channel, said)
     failed = [rank for rank, each in enumerate(every) if "failure" in each]
     if failed:
         rank = failed[0]
         who = f"rank {rank}" + (f" and {len(failed) - 1} more" if len(failed) > 1 else "")
         raise CheckpointError(f"{what} failed on {who}: {every[rank]['failure']}. {advice}", rank=rank) from failure
     return [each["result"] for each in every]
-
-
-def _gather(channel: Transport, said: Any) -> list[Any]:
-    """What every rank said, by rank."""
-    gathered = channel.all_gather(torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8))
-    assert isinstance(gathered, list)
-    return [json.loads(each.numpy().tobytes()) for each in gathered]

@@ -11,6 +11,7 @@ from torch import Tensor
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import describe
 from murmura.transports.failures import Reporter
+from murmura.transports.objects import bytes_from_tensor, bytes_to_tensor
 
 Move = Callable[[Pairs, Pairs, float], None]
 """An exchange of flat tensors where the transport works: sends, recvs, seconds."""
@@ -21,7 +22,7 @@ _DATA, _NOTICE, _ANSWER = 0, 2, 3  # tags of messages
 
 def _note(text: str, device: torch.device) -> Tensor:
     data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    return bytes_to_tensor(data).to(device)
 
 
 def _blank(device: torch.device) -> Tensor:
@@ -29,7 +30,7 @@ def _blank(device: torch.device) -> Tensor:
 
 
 def _text(note: Tensor) -> str:
-    return bytes(note.tolist()).rstrip(b"\0").decode(errors="replace")
+    return bytes_from_tensor(note).rstrip(b"\0").decode(errors="replace")
 
 
 def on_collective(
@@ -61,11 +62,11 @@ def on_split(parent: Transport, name: str, members: Sequence[int], word: int = 0
         calls = {peer: _text(note) for peer, note in notes.items()}
         calls[parent.rank] = _text(_note(call, torch.device("cpu")))
         if len(set(calls.values())) > 1:
-            raise parent._reporter.mismatch("split", calls)
+            raise parent.reporter.mismatch("split", calls)
         words[parent.rank] = own
         return [int(words[member]) for member in members]
 
-    result: list[int] = parent._run("exchange", work, False)
+    result: list[int] = parent.run_in_turn("exchange", work)
     return result
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import hmac
 import secrets
 
-import torch
-
 from murmura.errors import RendezvousError, TransportError
 from murmura.transports.base import Transport
+from murmura.transports.objects import exchange_bytes
 from murmura.transports.signed_store import ADVICE, TAG_BYTES, SignedStore
 
 NONCE_BYTES = 32
@@ -24,9 +23,9 @@ def prove_to_each_other(transport: Transport, store: SignedStore) -> None:
     peers = [peer for peer in range(transport.world_size) if peer != rank]
     own = {peer: secrets.token_bytes(NONCE_BYTES) for peer in peers}
     try:
-        asked = _exchange(transport, own, NONCE_BYTES)
+        asked = exchange_bytes(transport, own, NONCE_BYTES)
         answers = {peer: _answer(store, rank, peer, asked[peer], own[peer]) for peer in peers}
-        heard = _exchange(transport, answers, TAG_BYTES)
+        heard = exchange_bytes(transport, answers, TAG_BYTES)
     except TransportError as error:
         missing = () if error.peer is None else (error.peer,)
         raise RendezvousError(
@@ -50,10 +49,3 @@ def prove_to_each_other(transport: Transport, store: SignedStore) -> None:
 
 def _answer(store: SignedStore, prover: int, verifier: int, asked: bytes, own: bytes) -> bytes:
     return store.sign(b"answer", b"%d to %d" % (prover, verifier), asked, own)
-
-
-def _exchange(transport: Transport, outgoing: dict[int, bytes], num_bytes: int) -> dict[int, bytes]:
-    sends = [(torch.tensor(list(data), dtype=torch.uint8), peer) for peer, data in outgoing.items()]
-    incoming = {peer: torch.empty(num_bytes, dtype=torch.uint8) for peer in outgoing}
-    transport.exchange(sends, [(out, peer) for peer, out in incoming.items()])
-    return {peer: bytes(out.tolist()) for peer, out in incoming.items()}

@@ -1,10 +1,12 @@
-"""What a transport asks of its arguments before anything is sent, and how it writes them in words."""
+"""Arguments of operations: checked before anything is sent, described in words, and flattened for the transport."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from torch import Tensor
 from murmura.collectives.reduction import check_reducible
 from murmura.errors import ConfigError, UsageError
 from murmura.types import ReduceOp
+
+Pairs: TypeAlias = Sequence[tuple[Tensor, int]]
+"""The messages of an exchange: tensors, each with the rank that it goes to or comes from."""
 
 
 class Check(StrEnum):
@@ -75,10 +80,23 @@ def check_list(tensors: Sequence[Tensor] | None, world_size: int, what: str) -> 
         check_dense(tensor)
 
 
-# The arguments of each collective
+# The arguments of each operation
 
 
-def check_all_reduce(tensor: Tensor, op: ReduceOp | str, out: Tensor | None) -> ReduceOp:
+def check_exchange(sends: Pairs, recvs: Pairs, timeout: float | None, rank: int, world_size: int) -> None:
+    check_timeout(timeout)
+    for what, pairs in (("dst", sends), ("src", recvs)):
+        for tensor, peer in pairs:
+            check_rank(peer, world_size, what)
+            if peer == rank:
+                raise UsageError(f"rank {peer} cannot exchange with itself ({what}={peer}); copy the tensor instead.")
+            check_dense(tensor)
+    for tensor, _ in recvs:
+        check_writable(tensor)
+
+
+def check_all_reduce(tensor: Tensor, op: ReduceOp | str, out: Tensor | None, timeout: float | None) -> ReduceOp:
+    check_timeout(timeout)
     op = check_reducible(op, tensor.dtype)
     target = tensor if out is None else out
     if target.shape != tensor.shape or target.dtype != tensor.dtype or target.device != tensor.device:
@@ -91,36 +109,46 @@ def check_all_reduce(tensor: Tensor, op: ReduceOp | str, out: Tensor | None) -> 
     return op
 
 
-def check_broadcast(tensor: Tensor, src: int, world_size: int) -> None:
+def check_broadcast(tensor: Tensor, src: int, timeout: float | None, world_size: int) -> None:
+    check_timeout(timeout)
     check_rank(src, world_size, "src")
     check_writable(tensor)
 
 
-def check_reduce(tensor: Tensor, dst: int, op: ReduceOp | str, world_size: int) -> ReduceOp:
+def check_reduce(tensor: Tensor, dst: int, op: ReduceOp | str, timeout: float | None, world_size: int) -> ReduceOp:
+    check_timeout(timeout)
     op = check_reducible(op, tensor.dtype)
     check_rank(dst, world_size, "dst")
     check_writable(tensor)
     return op
 
 
-def check_reduce_scatter(tensor: Tensor, op: ReduceOp | str) -> ReduceOp:
+def check_reduce_scatter(tensor: Tensor, op: ReduceOp | str, timeout: float | None) -> ReduceOp:
+    check_timeout(timeout)
     check_dense(tensor)
     return check_reducible(op, tensor.dtype)
 
 
-def check_gather(tensor: Tensor, dst: int, world_size: int) -> None:
+def check_gather(tensor: Tensor, dst: int, timeout: float | None, world_size: int) -> None:
+    check_timeout(timeout)
     check_rank(dst, world_size, "dst")
     check_dense(tensor)
 
 
-def check_scatter(tensors: Sequence[Tensor] | None, src: int, out: Tensor, rank: int, world_size: int) -> None:
+def check_scatter(
+    tensors: Sequence[Tensor] | None, src: int, out: Tensor, timeout: float | None, rank: int, world_size: int
+) -> None:
+    check_timeout(timeout)
     check_rank(src, world_size, "src")
     check_writable(out)
     if rank == src:
         check_list(tensors, world_size, "tensors")
 
 
-def check_all_to_all(sends: Sequence[Tensor], recvs: Sequence[Tensor], rank: int, world_size: int) -> None:
+def check_all_to_all(
+    sends: Sequence[Tensor], recvs: Sequence[Tensor], timeout: float | None, rank: int, world_size: int
+) -> None:
+    check_timeout(timeout)
     check_list(sends, world_size, "sends")
     check_list(recvs, world_size, "recvs")
     for tensor in recvs:
@@ -132,9 +160,27 @@ def check_all_to_all(sends: Sequence[Tensor], recvs: Sequence[Tensor], rank: int
 # Words
 
 
+# Cached: a training loop reduces the same few buffers for ever, and every collective needs its words.
+
+
 def describe(tensor: Tensor) -> str:
     """Dtype and shape, the part of a call that ranks must agree on: "float32[3, 4]"."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return _describe(tensor.dtype, tensor.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def describe_call(operation: str, argument: str, tensor: Tensor) -> str:
+    """A collective in words: "all_reduce(mean) of float32[3, 4]"."""
+    return _describe_call(operation, argument, tensor.dtype, tensor.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _describe_call(operation: str, argument: str, dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{operation}({argument}) of {_describe(dtype, shape)}"
 
 
 def describe_rows(tensor: Tensor) -> str:
@@ -143,14 +189,32 @@ def describe_rows(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(shape)}]"
 
 
-def describe_exchange(sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> str:
+def describe_exchange(sends: Pairs, recvs: Pairs) -> str:
     """An exchange in words: "exchange: send(dst=1) of float32[3], recv(src=2) of float32[3]"."""
     messages = [f"send(dst={dst}) of {describe(tensor)}" for tensor, dst in sends]
     messages += [f"recv(src={src}) of {describe(out)}" for out, src in recvs]
     return "exchange: " + ", ".join(messages)
 
 
+# Flat tensors
+
+
+def flatten(tensor: Tensor, device: torch.device | None, *, load: bool = True) -> Tensor:
+    """A contiguous one-dimensional tensor of `tensor`'s elements in the memory of `device`: a view if possible.
+
+    A copy holds the values of `tensor` only if `load`; `store` copies them back. None means any device.
+    """
+    tensor = tensor.detach()
+    target = tensor.device if device is None or tensor.device.type == device.type else device
+    if target != tensor.device or not tensor.is_contiguous():
+        flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=target)
+        if load:
+            flat.view(tensor.shape).copy_(tensor)
+        return flat
+    return tensor.resolve_conj().resolve_neg().view(-1)
+
+
 def store(flat: Tensor, target: Tensor) -> None:
-    """Bring the elements of a working copy back to the tensor it stands for, if it is a copy."""
+    """Copy the elements of `flat` back to the tensor that `flatten` made it of, unless it is a view of it."""
     if flat.data_ptr() != target.data_ptr() or not target.is_contiguous():
         target.detach().copy_(flat.view(target.shape))

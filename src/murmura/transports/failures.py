@@ -2,7 +2,7 @@
 
 Every number in them, in texts and in fields, is a rank of the world, also on a channel of fewer ranks: a `Reporter`
 is given the ranks of its channel and names those of the world. What a rank tells its peers at its end is a
-`Departure`: the root cause, which is passed on unchanged by those who only heard of it.
+`ExitNotice`: the root cause, which is passed on unchanged by those who only heard of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportClosed, TransportError
 from murmura.transports.stalls import StallNotes, at_fault, grace_seconds
 
-__all__ = ["DIED", "Departure", "Patience", "Reporter", "follow", "mismatch", "words_of"]
+__all__ = ["DIED", "ExitNotice", "Reporter", "WaitDeadline", "follow", "mismatch", "words_of"]
 
 log = logging.getLogger("murmura")
 
@@ -94,7 +94,7 @@ def follow(peer: int, awaits: Callable[[int], int | None]) -> int:
 
 
 @dataclass(frozen=True)
-class Departure:
+class ExitNotice:
     """Why a rank can no longer be waited for, as it tells its peers: they then raise the same cause, not a guess."""
 
     culprit: int  # the rank at fault; of a mismatch, the rank that tells
@@ -104,15 +104,15 @@ class Departure:
     calls: dict[str, str] = field(default_factory=dict)  # of a mismatch, by rank
 
     @classmethod
-    def of(cls, error: BaseException, rank: int) -> Departure:
+    def of(cls, error: BaseException, rank: int) -> ExitNotice:
         """What the failure of `rank` with `error` means to its peers; what it only heard of, it passes on."""
         for each in _chain(error):
             if isinstance(each, CollectiveMismatch):
                 calls = {str(other): call for other, call in each.calls.items()}
                 return cls(rank, f"raised {words_of(each)}", "mismatch", calls=calls)
-            if isinstance(each, TransportError) and isinstance(each.cause, Departure):
-                departure = each.cause
-                return replace(departure, kind="lost") if departure.kind == "left" else departure
+            if isinstance(each, TransportError) and isinstance(each.cause, ExitNotice):
+                notice = each.cause
+                return replace(notice, kind="lost") if notice.kind == "left" else notice
             if isinstance(each, PeerTimeout | PeerLost) and each.peer not in (None, rank):
                 kind = "timeout" if isinstance(each, PeerTimeout) else "lost"
                 return cls(each.peer, f"raised {words_of(each)}", kind, rank)
@@ -121,7 +121,7 @@ class Departure:
     def as_error(
         self, rank: int, peer: int, operation: str, waited: float = 0.0
     ) -> TransportError | CollectiveMismatch:
-        """The error that `rank` raises because `peer`, which it waits for, departed so."""
+        """The error that `rank` raises because `peer`, which it waits for, exited as told here."""
         if self.kind == "mismatch":
             return mismatch(rank, operation, {int(each): call for each, call in self.calls.items()})
         witness = peer if self.witness is None else self.witness
@@ -142,25 +142,25 @@ class Departure:
 
     def to_bytes(self, limit: int) -> bytes:
         """As JSON of at most `limit` bytes; a long story loses its end."""
-        departure = self
-        while len(encoded := json.dumps(asdict(departure)).encode()) > limit:
-            departure = replace(departure, story=departure.story[: len(departure.story) * 3 // 4], calls={})
+        notice = self
+        while len(encoded := json.dumps(asdict(notice)).encode()) > limit:
+            notice = replace(notice, story=notice.story[: len(notice.story) * 3 // 4], calls={})
         return encoded
 
     @classmethod
-    def from_bytes(cls, encoded: bytes) -> Departure | None:
+    def from_bytes(cls, encoded: bytes) -> ExitNotice | None:
         """None for anything that `to_bytes` has not written: whoever reaches the store can write there."""
         try:
             told = json.loads(encoded)
-            departure = cls(**told)
-            calls = {str(int(rank)): str(call) for rank, call in departure.calls.items()}
+            notice = cls(**told)
+            calls = {str(int(rank)): str(call) for rank, call in notice.calls.items()}
         except (ValueError, TypeError, AttributeError, RecursionError):
             return None
-        witness_known = departure.witness is None or type(departure.witness) is int
-        texts = isinstance(departure.story, str) and departure.kind in KINDS
-        if type(departure.culprit) is not int or not witness_known or not texts:
+        witness_known = notice.witness is None or type(notice.witness) is int
+        texts = isinstance(notice.story, str) and notice.kind in KINDS
+        if type(notice.culprit) is not int or not witness_known or not texts:
             return None
-        return replace(departure, calls=calls)
+        return replace(notice, calls=calls)
 
 
 class Reporter:
@@ -182,7 +182,7 @@ class Reporter:
         """`story` says what became of `peer`: "raised ValueError: …"."""
         culprit = self.world_rank(peer)
         error = _peer_lost(self.own, culprit, operation, story)
-        error.cause = Departure(culprit, story, "lost", self.own)
+        error.cause = ExitNotice(culprit, story, "lost", self.own)
         return error
 
     def timed_out(
@@ -195,14 +195,14 @@ class Reporter:
             state = f"This rank needs {_name(names)} in it, and those wait themselves."
         error = _peer_timeout(self.own, guilty, operation, waited, state)
         assert error.peer is not None
-        error.cause = Departure(error.peer, f"raised {words_of(error)}", "timeout", self.own)
+        error.cause = ExitNotice(error.peer, f"raised {words_of(error)}", "timeout", self.own)
         return error
 
-    def departed(
-        self, departure: Departure, peer: int, operation: str, waited: float = 0.0
+    def peer_exited(
+        self, notice: ExitNotice, peer: int, operation: str, waited: float = 0.0
     ) -> TransportError | CollectiveMismatch:
         """`peer`, which this rank waits for, has said why it cannot be waited for."""
-        return departure.as_error(self.own, self.world_rank(peer), operation, waited)
+        return notice.as_error(self.own, self.world_rank(peer), operation, waited)
 
     def mismatch(self, operation: str, calls: Mapping[int, str]) -> CollectiveMismatch:
         """The table of who called what, by rank of the channel."""
@@ -217,7 +217,7 @@ class Reporter:
         self, failure: BaseException, operation: str, waited: float = 0.0
     ) -> TransportError | CollectiveMismatch:
         """Another thread of this rank aborted the transport with `failure` while `operation` was under way."""
-        if isinstance(failure, TransportError) and isinstance(failure.cause, Departure):
+        if isinstance(failure, TransportError) and isinstance(failure.cause, ExitNotice):
             witness = failure.cause.culprit if failure.cause.witness is None else failure.cause.witness
             return failure.cause.as_error(self.own, witness, operation, waited)
         return self.again(failure, operation)
@@ -237,8 +237,9 @@ class Reporter:
         return error
 
 
-class Patience:
+class WaitDeadline:
     """How long one wait may still last; warns when it has become long, ever less often.
+
 
     With `notes` a wait whose time is up goes on for a grace, in which whoever is awaited may tell why it does not come.
     """

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -21,13 +22,13 @@ from murmura.errors import ConfigError, PeerTimeout, RendezvousError, TransportE
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.challenge import prove_to_each_other
-from murmura.transports.checks import Check, check_members, check_timeout, describe_exchange
+from murmura.transports.checks import Check, check_members, check_timeout, describe_exchange, flatten
 from murmura.transports.checks import store as bring_back
-from murmura.transports.diary import Diary, is_timeout
-from murmura.transports.failures import Departure, Patience, Reporter
+from murmura.transports.failure_log import FailureLog, is_timeout
+from murmura.transports.failures import ExitNotice, Reporter, WaitDeadline
 from murmura.transports.host import Liveness
-from murmura.transports.order import Ticket
 from murmura.transports.rendezvous import Roster, Store, build_group, sign_in, under
+from murmura.transports.serial_executor import Ticket
 from murmura.transports.signed_store import SignedStore
 from murmura.transports.stalls import StallNotes
 from murmura.transports.watched_store import Watch, nobody
@@ -79,7 +80,7 @@ class ProcessGroupTransport(Transport):
         self._backend = str(process_group.name()).lower()
         self._on_cuda = "nccl" in self._backend
         # Gloo works in host memory, NCCL on this process's GPU; tensors elsewhere are brought there and back.
-        self._works_on: torch.device = (
+        self.device: torch.device = (
             torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
         )
         if store is None and hasattr(process_group, "get_group_store"):
@@ -89,9 +90,9 @@ class ProcessGroupTransport(Transport):
             self.hosts = roster.hosts
         self._store = roster.store if roster else None
         self._liveness = Liveness(roster.pids if roster else {})
-        self._diary: Diary | None = None
+        self._failure_log: FailureLog | None = None
         if self._store is not None:
-            self._diary = Diary(self._store, rank, world_size, self._liveness, self._reporter)
+            self._failure_log = FailureLog(self._store, rank, world_size, self._liveness, self.reporter)
         self._group_store: Store | None = None  # torch does not keep alive what it was handed
         self._owns_group = False
         self._split_counts: dict[Any, int] = {}
@@ -133,8 +134,8 @@ class ProcessGroupTransport(Transport):
             raise reporter.timed_out(missing, "the rendezvous", time.monotonic() - began) from error
         group, group_store = build_group(roster, world_size, backend, timeout, reporter, watch)
         transport = cls(group, check=check, timeout=timeout, roster=roster, name=name)
-        if notes is not None and transport._diary is not None:
-            transport._diary.notes = notes
+        if notes is not None and transport._failure_log is not None:
+            transport._failure_log.notes = notes
         transport._owns_group = True
         transport._group_store = group_store
         if hosts is not None:
@@ -149,34 +150,28 @@ class ProcessGroupTransport(Transport):
 
     # Transport's contract
 
-    def exchange(
-        self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
-    ) -> Ticket | None:
-        self._check_pairs(sends, recvs, timeout)
-
-        def work() -> None:
-            outgoing = [(self._flat(tensor, load=True), dst) for tensor, dst in sends]
-            incoming = [(self._flat(out, load=False), src) for out, src in recvs]
-            if self._operation == "exchange":  # and not part of a collective, which fails for want of any rank
-                self._call = describe_exchange(sends, recvs)
-                self._awaited = sorted({peer for _, peer in (*sends, *recvs)})
-            if self._operation == "exchange" and self.check is Check.ALWAYS and not self._on_cuda:
-                self._exchange_checked(outgoing, incoming, sends, recvs, self._seconds(timeout))
-            else:
-                self._move(outgoing, incoming, self._seconds(timeout))
-            for (flat, _), (out, _) in zip(incoming, recvs, strict=True):
-                bring_back(flat, out)
-
-        return self._operate("exchange", work, async_op, self._sent(sends))  # type: ignore[no-any-return]
+    def do_exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
+        outgoing = [(flatten(tensor, self.device), dst) for tensor, dst in sends]
+        incoming = [(flatten(out, self.device, load=False), src) for out, src in recvs]
+        is_whole = self.operation == "exchange"  # and not part of a collective, which fails for want of any rank
+        if is_whole:
+            self._call = describe_exchange(sends, recvs)
+            self._awaited = sorted({peer for _, peer in (*sends, *recvs)})
+        if is_whole and self.check is Check.ALWAYS and not self._on_cuda:
+            self._exchange_checked(outgoing, incoming, sends, recvs, self.seconds(timeout))
+        else:
+            self.move(outgoing, incoming, self.seconds(timeout))
+        for (flat, _), (out, _) in zip(incoming, recvs, strict=True):
+            bring_back(flat, out)
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> ProcessGroupTransport | None:
         members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
         check_members(members, self.world_size)
-        self._check_usable()
+        self.check_usable()
         if self.rank not in members:
             return None
-        diary = self._diary
-        if self._store is None or diary is None:
+        failure_log = self._failure_log
+        if self._store is None or failure_log is None:
             raise UsageError(
                 "this process group does not give its store, so no channel can be split off. "
                 "Pass it: ProcessGroupTransport(group, store=store), or make the transport with join() or connect()."
@@ -195,49 +190,41 @@ class ProcessGroupTransport(Transport):
                 hosts=[self.hosts[member] for member in members],
                 name=f"{self.name}/{name}",
                 world_ranks=[self.world_ranks[member] for member in members],
-                watch=lambda: diary.cause(f"split({name!r})", among=members),
-                notes=diary.notes,
+                watch=lambda: failure_log.cause(f"split({name!r})", among=members),
+                notes=failure_log.notes,
             )
         except (UsageError, ConfigError):
             raise
         except BaseException as error:  # the members that wait for this rank there hear of it here
             self.abort(error)
             raise
-        self._keep(split, members)
+        self.keep_split(split, members)
         return split
 
-    def abort(self, error: BaseException) -> None:
-        if self._failure is None:
-            super().abort(error)
-            if self._diary is not None and not self._closed:
-                self._diary.depart(Departure.of(error, self._reporter.own))
-            for split in list(self._splits):
-                split.abort(error)
+    def on_abort(self, error: BaseException) -> None:
+        if self._failure_log is not None and not self.closed:
+            self._failure_log.announce_exit(ExitNotice.of(error, self.reporter.own))
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        for split in list(self._splits):
-            split.close()
-        if self._diary is not None and self._failure is None:
-            self._diary.depart(self._parting())
-        if not self._order.idle:
+    def on_close(self) -> None:
+        if self._failure_log is not None and self.failure is None:
+            self._failure_log.announce_exit(self.exit_notice())
+        if not self._executor.idle:
             self._break_off()  # what still waits in the communication thread will wait no more
-        self._order.close()
+
+    def release(self) -> None:
         if self._owns_group:
             self._group.shutdown()
-        self._group = self._group_store = self._store = self._store_served = self._diary = None
+        self._group = self._group_store = self._store = self._store_served = self._failure_log = None
         self._liveness.close()
 
     # Collectives the group has itself
 
-    def _all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
-        self._agree("all_reduce" + call, timeout)
+    def do_all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
+        self.compare_calls(call, timeout)
         if flat_out is not flat_in:
             flat_out.copy_(flat_in)
         if flat_out.dtype not in _NATIVE_DTYPES:
-            ring.all_reduce(self, flat_out, op, timeout=self._seconds(timeout))
+            ring.all_reduce(self, flat_out, op, timeout=self.seconds(timeout))
             return
         # A sum of numbers whose mean is a float16 may be none.
         total = flat_out.float() if op is ReduceOp.MEAN and flat_out.dtype is torch.float16 else flat_out
@@ -249,44 +236,47 @@ class ProcessGroupTransport(Transport):
         if total is not flat_out:
             flat_out.copy_(total)
 
-    def _broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
-        self._agree("broadcast" + call, timeout)
+    def do_broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
+        self.compare_calls(call, timeout)
         options = dist.BroadcastOptions()
         options.rootRank = src
         raw = flat.view(torch.uint8)
         self._await(lambda limit: self._group.broadcast([raw], _limited(options, limit)), timeout)
 
-    def _barrier(self, timeout: float | None) -> None:
-        self._agree("barrier()", timeout)
-        token = torch.zeros(1, device=self._works_on)
+    def do_barrier(self, timeout: float | None) -> None:
+        self.compare_calls("barrier()", timeout)
+        token = torch.zeros(1, device=self.device)
         options = dist.AllreduceOptions()
         self._await(lambda limit: self._group.allreduce([token], _limited(options, limit)), timeout)
 
-    def _agree(self, call: str, timeout: float | None) -> None:
+    def compare_calls(self, call: str, timeout: float | None) -> None:
         self._call, self._awaited = call, self._peers
         if self.check is Check.ALWAYS and self.world_size > 1:
-            seconds = self._seconds(timeout)
-            agreement.on_collective(
-                self._move, call, self.rank, self._reporter, self._operation, seconds, self._works_on
-            )
+            seconds = self.seconds(timeout)
+            agreement.on_collective(self.move, call, self.rank, self.reporter, self.operation, seconds, self.device)
 
     # Waiting and failing
 
-    def _run(self, name: str, work: Callable[[], Any], async_op: bool) -> Any:
+    def run_in_turn(self, name: str, work: Callable[[], Any], async_op: bool = False) -> Any:
         # A wait inside torch cannot be interrupted, so it happens in the communication thread while this one waits for
         # the ticket. CUDA groups only enqueue, and so need neither.
-        if async_op or self._on_cuda or self._order.in_thread():
-            return super()._run(name, work, async_op)
-        ticket = self._submit(name, work)
-        patience = Patience(self._reporter, name, float("inf"))
+        if async_op or self._on_cuda or self._executor.in_thread():
+            return super().run_in_turn(name, work, async_op)
         try:
-            while not ticket.await_end(1.0):
-                patience.check(self._peers)
-            return ticket.wait()
+            return self._watched(name, self.submit(name, work)).wait()
         except KeyboardInterrupt as interrupt:
             self.abort(interrupt)
             self._break_off()
             raise
+
+    def submit_job(self, what: str, work: Callable[[], Any]) -> Ticket:
+        return self._watched(what, super().submit_job(what, work))
+
+    def _watched(self, what: str, ticket: Ticket) -> Ticket:
+        """Let the thread that waits for `ticket` warn if that takes long: the one that waits inside torch cannot."""
+        begin, peers = partial(WaitDeadline, self.reporter, what, float("inf")), self._peers
+        ticket.watch = lambda: partial(begin().check, peers)
+        return ticket
 
     def _break_off(self) -> None:
         """End what waits in a group of our own; one that was handed over may be in use elsewhere."""
@@ -301,7 +291,7 @@ class ProcessGroupTransport(Transport):
                 nothing = torch.empty(1, dtype=torch.uint8)
                 self._group.recv([nothing], peer, 1).wait(timedelta(milliseconds=1))
 
-    def _move(self, sends: Pairs, recvs: Pairs, timeout: float) -> None:
+    def move(self, sends: Pairs, recvs: Pairs, timeout: float) -> None:
         """Exchange flat tensors as bytes; receives are posted first (on Gloo that is twice as fast)."""
         if not sends and not recvs:
             return
@@ -322,18 +312,18 @@ class ProcessGroupTransport(Transport):
             work.wait(timedelta(seconds=max(0.001, began + timeout - time.monotonic())))
 
         with self._translated(began):
-            agreement.exchange(self._group, wait, outgoing, incoming, sends, recvs, self._reporter)
+            agreement.exchange(self._group, wait, outgoing, incoming, sends, recvs, self.reporter)
 
     def stream(
         self, outgoing: Tensor, dst: int, incoming: Tensor, src: int, *, timeout: float | None = None
     ) -> Iterator[tuple[int, int]]:
         """See `Streaming`. For collectives only: it runs inside the operation under way."""
         if self._on_cuda:  # a stream of the device keeps the order; nothing is gained by parts
-            self._move([(outgoing, dst)], [(incoming, src)], self._seconds(timeout))
+            self.move([(outgoing, dst)], [(incoming, src)], self.seconds(timeout))
             yield 0, incoming.numel()
             return
         began = time.monotonic()
-        deadline = began + self._seconds(timeout)
+        deadline = began + self.seconds(timeout)
         step = max(1, _PART_BYTES // outgoing.element_size())
         parts = [(start, min(start + step, incoming.numel())) for start in range(0, incoming.numel(), step)]
         with self._translated(began):
@@ -350,7 +340,7 @@ class ProcessGroupTransport(Transport):
 
     def _start_coalesced(self, sends: Pairs, recvs: Pairs) -> Any:
         # A group of torch.distributed asks for the device; a bare backend, as `join` builds it, has one.
-        device = [self._works_on] if isinstance(self._group, dist.ProcessGroup) else []
+        device = [self.device] if isinstance(self._group, dist.ProcessGroup) else []
         self._group._start_coalescing(*device)
         for out, src in recvs:
             self._group.recv([out.view(torch.uint8)], src, 0)
@@ -360,7 +350,7 @@ class ProcessGroupTransport(Transport):
 
     def _await(self, start: Callable[[timedelta], Any], timeout: float | None) -> None:
         """Start works of the group and wait for all of them; their failure becomes one of ours."""
-        seconds = self._seconds(timeout)
+        seconds = self.seconds(timeout)
         began = time.monotonic()
         with self._translated(began):
             works = start(timedelta(seconds=seconds))
@@ -373,26 +363,28 @@ class ProcessGroupTransport(Transport):
             yield
         except (RuntimeError, ValueError) as error:
             waited = time.monotonic() - began
-            if self._failure is not None:  # aborted meanwhile, or closed, which is the cause
-                raise self._reporter.aborted(self._failure, self._operation, waited) from error
-            if self._closed:
-                raise self._reporter.closed(self._operation) from error
+            if self.failure is not None:  # aborted meanwhile, or closed, which is the cause
+                raise self.reporter.aborted(self.failure, self.operation, waited) from error
+            if self.closed:
+                raise self.reporter.closed(self.operation) from error
             raise self._explain(error, waited) from error
 
     def _explain(self, error: Exception, waited: float) -> Exception:
         """The error of ours that a failure of the group amounts to."""
-        operation = self._operation or "an operation"
+        operation = self.operation or "an operation"
         timed_out = is_timeout(error)
-        if self._diary is None:
+        if self._failure_log is None:
             kind = PeerTimeout if timed_out else TransportError
             return kind(
-                f"rank {self._reporter.own}: {operation} failed after {waited:.1f} s: {error} "
+                f"rank {self.reporter.own}: {operation} failed after {waited:.1f} s: {error} "
                 "Which rank is at fault cannot be told, for this process group does not give its store.",
-                rank=self._reporter.own,
+                rank=self.reporter.own,
                 operation=operation,
             )
         awaited = self._awaited
-        return self._diary.explain(self._call, operation, waited, awaited=awaited, timed_out=timed_out, told=error)
+        return self._failure_log.explain(
+            self._call, operation, waited, awaited=awaited, timed_out=timed_out, told=error
+        )
 
 
 def _limited(options: Any, limit: timedelta) -> Any:

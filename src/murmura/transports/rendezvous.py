@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from murmura.errors import MurmuraError, RendezvousError, UsageError
-from murmura.transports.failures import Departure, Reporter
+from murmura.transports.failures import ExitNotice, Reporter
 from murmura.transports.host import Liveness, host_identity, number_hosts, pid_namespace
 from murmura.transports.signed_store import ADVICE, SignedStore
 from murmura.transports.watched_store import Watch, WatchedStore, nobody, poll, run_watched
@@ -55,14 +55,14 @@ def serve_store(host: str, port: int, world_size: int, timeout: float) -> Store 
         except dist.DistNetworkError:  # the port was taken meanwhile, or is on another host
             return None
     # Torch itself would listen on every interface.
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as door:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            door.bind((host or "127.0.0.1", port))
-            door.listen(1024)
+            listener.bind((host or "127.0.0.1", port))
+            listener.listen(1024)
         except OSError:
             return None
-        fd = door.detach()  # it belongs to the store from here on
+        fd = listener.detach()  # it belongs to the store from here on
     return make(host or "127.0.0.1", port, world_size, True, limit, wait_for_workers=False, master_listen_fd=fd)
 
 
@@ -78,10 +78,10 @@ def reach_store(host: str, port: int, rank: int, timeout: float) -> Store:
             )
         time.sleep(PAUSE_SECONDS)  # nothing to wait on: nobody listens yet
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
-    patience = min(GREET_SECONDS, max(0.5, deadline - time.monotonic()))
+    deadline = min(GREET_SECONDS, max(0.5, deadline - time.monotonic()))
     greet = functools.partial(make, host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
     try:  # in a thread, because torch waits for the greeting of whoever listens there without end
-        store = run_watched(greet, patience, nobody)
+        store = run_watched(greet, deadline, nobody)
     except TimeoutError:
         store = None
     except (dist.DistError, RuntimeError) as error:
@@ -92,7 +92,7 @@ def reach_store(host: str, port: int, rank: int, timeout: float) -> Store:
     if store is None:
         raise RendezvousError(
             f"rank {rank} found at {host}:{port} a program that is no store of torch's: it did not answer for "
-            f"{patience:.1f} s. Choose another port for coordinator_addr, on all ranks.",
+            f"{deadline:.1f} s. Choose another port for coordinator_addr, on all ranks.",
             (0,),
         )
     return store
@@ -141,7 +141,7 @@ class Roster:
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a rank says of itself: `answers` is the token of the meeting it has come to."""
+    """What a rank says of itself: `answers` is the token of the session it has come to."""
 
     answers: str
     nonce: str
@@ -165,15 +165,15 @@ def sign_in(
 ) -> Roster:
     """Say that this rank is here and wait for all others; `RendezvousError` names those that do not come.
 
-    Rank 0 opens a meeting under a token that nobody has used, the others answer it, and rank 0 publishes who has come.
-    An answer holds a number that only its rank knows, so nothing that an earlier meeting left in the store is taken
+    Rank 0 opens a session under a token that nobody has used, the others answer it, and rank 0 publishes who has come.
+    An answer holds a number that only its rank knows, so nothing that an earlier session left in the store is taken
     for this one. `watch` tells of ranks that cannot come any more.
     """
     reporter = reporter or Reporter(rank, range(world_size))
-    meeting = _Meeting(store, rank, world_size, timeout, reporter, watch)
+    session = _Meeting(store, rank, world_size, timeout, reporter, watch)
     try:
-        with contextlib.closing(meeting.liveness):
-            token, entries = meeting.hold() if rank == 0 else meeting.attend()
+        with contextlib.closing(session.liveness):
+            token, entries = session.hold() if rank == 0 else session.attend()
     except dist.DistError as error:
         raise StoreLost(
             f"rank {rank} lost the store while the ranks were signing in. Whoever serves it, rank 0 or a launcher, has "
@@ -202,10 +202,10 @@ class _Meeting:
         """As rank 0."""
         own = replace(self._own, answers=secrets.token_hex(8))
         came = {0: own}
-        self._store.set("meeting", own.to_bytes())
+        self._store.set("session", own.to_bytes())
 
         def all_came() -> bool:
-            self._keep("meeting", own)
+            self._keep("session", own)
             for peer in range(self._world_size):
                 if peer not in came:
                     entry = self._entry(f"here/{peer}", peer)
@@ -222,7 +222,7 @@ class _Meeting:
             self._store.set(published, json.dumps({"refused": str(error), "missing": error.missing}))
             raise
         except MurmuraError as error:
-            self._store.set(published, Departure.of(error, self._reporter.own).to_bytes(4096))
+            self._store.set(published, ExitNotice.of(error, self._reporter.own).to_bytes(4096))
             raise
         entries = [came[peer] for peer in range(self._world_size)]
         self._store.set(published, json.dumps([json.loads(entry.to_bytes()) for entry in entries]))
@@ -232,23 +232,23 @@ class _Meeting:
         """As any other rank."""
         own, key = self._own, f"here/{self._rank}"
         self._store.set(key, own.to_bytes())
-        tokens: list[str] = []  # of the meetings answered: earlier ones, then the one that is held now
+        tokens: list[str] = []  # of the rendezvous answered: earlier ones, then the one that is held now
         found: list[tuple[str, list[_Entry]]] = []
 
         def is_over() -> bool:
             nonlocal own
-            meeting = self._entry("meeting", 0)
-            # Before a newer meeting is answered: the one we came to may have ended, and that is the next.
+            session = self._entry("session", 0)
+            # Before a newer session is answered: the one we came to may have ended, and that is the next.
             for token in tokens:
                 entries = self._roster(token)
                 if entries is not None and entries[self._rank].nonce == own.nonce:
                     found.append((token, entries))
                     return True
-            if meeting is not None and meeting.answers not in tokens:
-                tokens.append(meeting.answers)
-                own = replace(own, answers=meeting.answers)
+            if session is not None and session.answers not in tokens:
+                tokens.append(session.answers)
+                own = replace(own, answers=session.answers)
                 self._store.set(key, own.to_bytes())
-                self._attend_to(0, meeting)
+                self._attend_to(0, session)
             self._keep(key, own)
             return False
 
@@ -262,8 +262,8 @@ class _Meeting:
         told = self._get(f"roster/{token}")
         if told is None:
             return None
-        if (departure := Departure.from_bytes(told)) is not None:
-            raise departure.as_error(self._reporter.own, self._reporter.world_rank(0), "the rendezvous")
+        if (notice := ExitNotice.from_bytes(told)) is not None:
+            raise notice.as_error(self._reporter.own, self._reporter.world_rank(0), "the rendezvous")
         try:
             said = json.loads(told)
             if isinstance(said, dict) and "refused" in said:

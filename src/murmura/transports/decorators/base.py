@@ -15,21 +15,20 @@ from murmura.transports.checks import (
     check_all_reduce,
     check_all_to_all,
     check_broadcast,
-    check_dense,
+    check_exchange,
     check_gather,
     check_reduce,
     check_reduce_scatter,
     check_scatter,
     check_timeout,
 )
-from murmura.transports.order import Ticket
 from murmura.types import ReduceOp
 
 Tensors = Sequence[Tensor]
 
 
 class TransportDecorator(Transport):
-    """A transport that hands every operation to `inner`; a subclass says in `_around` what else happens.
+    """A transport that hands every operation to `inner`; a subclass says in `around` what else happens.
 
     Closing it closes the transport inside.
     """
@@ -51,51 +50,42 @@ class TransportDecorator(Transport):
         return super().without_listeners()
 
     @abstractmethod
-    def _around(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any]) -> Any:
+    def around(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any]) -> Any:
         """Carry out operation `name` by calling `work`; `received` are the tensors it writes, if known before."""
 
     @abstractmethod
-    def _wrap(self, split: Transport) -> Self:
+    def wrap(self, split: Transport) -> Self:
         """The same decoration around a channel or subgroup of the transport inside."""
 
     def _do(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any], async_op: bool) -> Any:
-        return self._operate(name, lambda: self._around(name, sent, received, work), async_op, sent)
+        return self.run_operation(name, lambda: self.around(name, sent, received, work), async_op, sent)
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> Self | None:
         split = self.inner.split(name, ranks)
         if split is None:
             return None
-        wrapped = self._wrap(split)
-        self._keep(wrapped, ranks)
+        wrapped = self.wrap(split)
+        self.keep_split(wrapped, ranks)
         return wrapped
 
-    def _observe_waiting(self, probe: Probe | None) -> None:
-        self.inner._observe_waiting(probe)
+    def observe_waiting(self, probe: Probe | None) -> None:
+        self.inner.observe_waiting(probe)
 
-    def abort(self, error: BaseException) -> None:
-        super().abort(error)
+    def on_abort(self, error: BaseException) -> None:
         self.inner.abort(error)
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        for split in list(self._splits):
-            split.close()
+    def on_close(self) -> None:
         self.inner.close()
-        self._order.close()
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         return self.inner.allocate(numel, dtype, device)
 
     # Every operation, synchronous inside, in the order of this transport
 
-    def exchange(
-        self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
-    ) -> Ticket | None:
-        self._check_pairs(sends, recvs, timeout)
+    def exchange(self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None) -> Any:
+        check_exchange(sends, recvs, timeout, self.rank, self.world_size)
         sent, received = [tensor for tensor, _ in sends], [out for out, _ in recvs]
-        return self._do(  # type: ignore[no-any-return]
+        return self._do(
             "exchange", sent, received, lambda: self.inner.exchange(sends, recvs, timeout=timeout), async_op
         )
 
@@ -107,11 +97,10 @@ class TransportDecorator(Transport):
         out: Tensor | None = None,
         async_op: bool = False,
         timeout: float | None = None,
-    ) -> Tensor | Ticket:
-        check_timeout(timeout)
-        check_all_reduce(tensor, op, out)
+    ) -> Any:
+        check_all_reduce(tensor, op, out, timeout)
         target = tensor if out is None else out
-        return self._do(  # type: ignore[no-any-return]
+        return self._do(
             "all_reduce",
             [tensor],
             [target],
@@ -119,13 +108,10 @@ class TransportDecorator(Transport):
             async_op,
         )
 
-    def broadcast(
-        self, tensor: Tensor, src: int = 0, *, async_op: bool = False, timeout: float | None = None
-    ) -> Tensor | Ticket:
-        check_timeout(timeout)
-        check_broadcast(tensor, src, self.world_size)
+    def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
+        check_broadcast(tensor, src, timeout, self.world_size)
         sent, received = ([tensor], []) if self.rank == src else ([], [tensor])
-        return self._do(  # type: ignore[no-any-return]
+        return self._do(
             "broadcast", sent, received, lambda: self.inner.broadcast(tensor, src, timeout=timeout), async_op
         )
 
@@ -141,13 +127,10 @@ class TransportDecorator(Transport):
         *,
         async_op: bool = False,
         timeout: float | None = None,
-    ) -> Tensor | Ticket:
-        check_timeout(timeout)
-        check_reduce(tensor, dst, op, self.world_size)
+    ) -> Any:
+        check_reduce(tensor, dst, op, timeout, self.world_size)
         sent, received = ([], [tensor]) if self.rank == dst else ([tensor], [])
-        return self._do(  # type: ignore[no-any-return]
-            "reduce", sent, received, lambda: self.inner.reduce(tensor, dst, op, timeout=timeout), async_op
-        )
+        return self._do("reduce", sent, received, lambda: self.inner.reduce(tensor, dst, op, timeout=timeout), async_op)
 
     def reduce_scatter(
         self,
@@ -156,30 +139,19 @@ class TransportDecorator(Transport):
         *,
         async_op: bool = False,
         timeout: float | None = None,
-    ) -> Tensor | Ticket:
-        check_timeout(timeout)
-        check_reduce_scatter(tensor, op)
-        return self._do(  # type: ignore[no-any-return]
+    ) -> Any:
+        check_reduce_scatter(tensor, op, timeout)
+        return self._do(
             "reduce_scatter", [tensor], [], lambda: self.inner.reduce_scatter(tensor, op, timeout=timeout), async_op
         )
 
-    def all_gather(
-        self, tensor: Tensor, *, async_op: bool = False, timeout: float | None = None
-    ) -> list[Tensor] | Ticket:
-        check_timeout(timeout)
-        check_dense(tensor)
-        return self._do(  # type: ignore[no-any-return]
-            "all_gather", [tensor], [], lambda: self.inner.all_gather(tensor, timeout=timeout), async_op
-        )
+    def all_gather(self, tensor: Tensor, *, async_op: bool = False, timeout: float | None = None) -> Any:
+        check_gather(tensor, 0, timeout, self.world_size)
+        return self._do("all_gather", [tensor], [], lambda: self.inner.all_gather(tensor, timeout=timeout), async_op)
 
-    def gather(
-        self, tensor: Tensor, dst: int = 0, *, async_op: bool = False, timeout: float | None = None
-    ) -> list[Tensor] | Ticket | None:
-        check_timeout(timeout)
-        check_gather(tensor, dst, self.world_size)
-        return self._do(  # type: ignore[no-any-return]
-            "gather", [tensor], [], lambda: self.inner.gather(tensor, dst, timeout=timeout), async_op
-        )
+    def gather(self, tensor: Tensor, dst: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
+        check_gather(tensor, dst, timeout, self.world_size)
+        return self._do("gather", [tensor], [], lambda: self.inner.gather(tensor, dst, timeout=timeout), async_op)
 
     def scatter(
         self,
@@ -189,10 +161,9 @@ class TransportDecorator(Transport):
         out: Tensor,
         async_op: bool = False,
         timeout: float | None = None,
-    ) -> Tensor | Ticket:
-        check_timeout(timeout)
-        check_scatter(tensors, src, out, self.rank, self.world_size)
-        return self._do(  # type: ignore[no-any-return]
+    ) -> Any:
+        check_scatter(tensors, src, out, timeout, self.rank, self.world_size)
+        return self._do(
             "scatter",
             tensors or [],
             [out],
@@ -202,9 +173,8 @@ class TransportDecorator(Transport):
 
     def all_to_all(
         self, sends: Tensors, recvs: Tensors, *, async_op: bool = False, timeout: float | None = None
-    ) -> Ticket | None:
-        check_timeout(timeout)
-        check_all_to_all(sends, recvs, self.rank, self.world_size)
-        return self._do(  # type: ignore[no-any-return]
+    ) -> Any:
+        check_all_to_all(sends, recvs, timeout, self.rank, self.world_size)
+        return self._do(
             "all_to_all", sends, recvs, lambda: self.inner.all_to_all(sends, recvs, timeout=timeout), async_op
         )

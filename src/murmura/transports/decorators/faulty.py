@@ -60,20 +60,15 @@ class FaultyTransport(TransportDecorator):
     def fired(self) -> bool:
         return self._struck.is_set()
 
-    def abort(self, error: BaseException) -> None:
-        self._release()
-        super().abort(error)
-
-    def close(self) -> None:
-        self._release()
-        super().close()
-
-    def _release(self) -> None:
+    def on_abort(self, error: BaseException) -> None:
         self._released.set()
-        for split in list(self._splits):
-            split._release()
+        super().on_abort(error)
 
-    def _around(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any]) -> Any:
+    def on_close(self) -> None:
+        self._released.set()
+        super().on_close()
+
+    def around(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any]) -> Any:
         if self._is_target and name == self._name and not self.fired:
             self._countdown -= 1
             if self._countdown == 0:
@@ -87,12 +82,12 @@ class FaultyTransport(TransportDecorator):
         elif self.fault is Fault.HANG:
             self._released.wait()
             raise TransportClosed(
-                f"rank {self._reporter.own} hung in {self._operation}, as asked, until it was closed.",
-                rank=self._reporter.own,
-                operation=self._operation,
+                f"rank {self.reporter.own} hung in {self.operation}, as asked, until it was closed.",
+                rank=self.reporter.own,
+                operation=self.operation,
             )
         elif self.fault is Fault.RAISE:
-            raise RuntimeError(f"rank {self._reporter.own} raised in {self._operation}, as asked.")
+            raise RuntimeError(f"rank {self.reporter.own} raised in {self.operation}, as asked.")
         elif self.fault is Fault.SLOW:
             time.sleep(SLOW_SECONDS)
         result = work()
@@ -100,7 +95,7 @@ class FaultyTransport(TransportDecorator):
             _flip_a_bit(received, result)
         return result
 
-    def _wrap(self, split: Transport) -> Self:
+    def wrap(self, split: Transport) -> Self:
         # The target is a rank of this transport; the subgroup numbers its ranks anew, and may be without it.
         wrapped = type(self)(split, self.fault, rank=split.rank, operation=self._operation_asked)
         wrapped._is_target = self._is_target

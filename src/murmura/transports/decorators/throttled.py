@@ -18,7 +18,6 @@ from torch import Tensor
 from murmura.errors import ConfigError
 from murmura.observe.recorder import Probe
 from murmura.transports.base import Pairs, Transport
-from murmura.transports.order import Ticket
 
 __all__ = ["ThrottledTransport", "parse_rate"]
 
@@ -46,8 +45,8 @@ class _Link:
         """When an exchange that began so and has just been met will have been carried, if it takes `seconds`."""
         with self._lock:
             met = time.monotonic()
-            # Ranks that went straight on from their last exchange, and met at once, lose no time on the link to the
-            # clumsiness of thread switches and of the copy itself.
+            # Ranks that begin at once after their last exchange, and meet at once, lose no time on the link to thread
+            # switches and to the copy itself.
             went_on = began - self._free_at < SLACK_SECONDS and met - began < SLACK_SECONDS
             self._free_at = (self._free_at if went_on else max(met, self._free_at)) + seconds
             return self._free_at
@@ -74,22 +73,15 @@ class ThrottledTransport(Transport):
         self._link = _Link()
         self._ended = threading.Event()
 
-    def exchange(
-        self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
-    ) -> Ticket | None:
-        self._check_pairs(sends, recvs, timeout)
+    def do_exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
         sent = sum(tensor.nbytes for tensor, _ in sends)
         received = sum(out.nbytes for out, _ in recvs)
-
-        def work() -> None:
-            began = time.monotonic()
-            self.inner.exchange(sends, recvs, timeout=timeout)
-            self.sent_bytes += sent
-            seconds = self._latency + max(sent, received) / self.bytes_per_second
-            peers = sorted({peer for _, peer in (*sends, *recvs)})
-            self._pass_time(self._link.carry(began, seconds), began, began + self._seconds(timeout), peers)
-
-        return self._operate("exchange", work, async_op, self._sent(sends))  # type: ignore[no-any-return]
+        began = time.monotonic()
+        self.inner.exchange(sends, recvs, timeout=timeout)
+        self.sent_bytes += sent
+        seconds = self._latency + max(sent, received) / self.bytes_per_second
+        peers = sorted({peer for _, peer in (*sends, *recvs)})
+        self._pass_time(self._link.carry(began, seconds), began, began + self.seconds(timeout), peers)
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> ThrottledTransport | None:
         split = self.inner.split(name, ranks)
@@ -97,43 +89,34 @@ class ThrottledTransport(Transport):
             return None
         throttled = ThrottledTransport(split, self._bandwidth, self._latency)
         throttled._link = self._link  # a rank has one link, however many channels use it
-        self._keep(throttled, ranks)
+        self.keep_split(throttled, ranks)
         return throttled
 
-    def _observe_waiting(self, probe: Probe | None) -> None:
-        self.inner._observe_waiting(probe)
+    def observe_waiting(self, probe: Probe | None) -> None:
+        self.inner.observe_waiting(probe)
 
-    def abort(self, error: BaseException) -> None:
-        super().abort(error)
+    def on_abort(self, error: BaseException) -> None:
         self._ended.set()
         self.inner.abort(error)
-        for split in list(self._splits):
-            split.abort(error)
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+    def on_close(self) -> None:
         self._ended.set()
-        for split in list(self._splits):
-            split.close()
         self.inner.close()
-        self._order.close()
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         return self.inner.allocate(numel, dtype, device)
 
-    def _agree(self, call: str, timeout: float | None) -> None:
+    def compare_calls(self, call: str, timeout: float | None) -> None:
         # Comparing calls is the business of the transport inside, and costs nothing on the link.
-        name = self._operation.partition(" ")[0]
-        self.inner._run(name, lambda: self.inner._agree(call, timeout), False)
+        name = self.operation.partition(" ")[0]
+        self.inner.run_in_turn(name, lambda: self.inner.compare_calls(call, timeout))
 
     def _pass_time(self, until: float, began: float, deadline: float, peers: Sequence[int]) -> None:
         while (left := until - time.monotonic()) > 0:
             if time.monotonic() >= deadline:
                 state = f"The link of {self._bandwidth} needs longer."
-                raise self._reporter.timed_out(peers, self._operation, time.monotonic() - began, state)
+                raise self.reporter.timed_out(peers, self.operation, time.monotonic() - began, state)
             if self._ended.wait(min(left, max(0.0, deadline - time.monotonic()))):
-                if self._failure is not None:  # aborted by another thread
-                    raise self._reporter.aborted(self._failure, self._operation, time.monotonic() - began)
-                raise self._reporter.closed(self._operation)
+                if self.failure is not None:  # aborted by another thread
+                    raise self.reporter.aborted(self.failure, self.operation, time.monotonic() - began)
+                raise self.reporter.closed(self.operation)

@@ -38,7 +38,7 @@ class TracedTransport(TransportDecorator):
         super().__init__(transport)
         self.operations: list[TracedOperation] = []
 
-    def _around(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any]) -> Any:
+    def around(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any]) -> Any:
         began, error = time.monotonic(), ""
         try:
             return work()
@@ -58,7 +58,7 @@ class TracedTransport(TransportDecorator):
                 )
             )
 
-    def _wrap(self, split: Transport) -> Self:
+    def wrap(self, split: Transport) -> Self:
         traced = type(self)(split)
         traced.operations = self.operations
         return traced

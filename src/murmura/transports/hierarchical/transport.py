@@ -23,12 +23,12 @@ from murmura.observe.recorder import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_members, describe_exchange
-from murmura.transports.failures import Departure, Patience, mismatch
-from murmura.transports.hierarchical import parts
-from murmura.transports.hierarchical.parts import SEGMENTS_AHEAD, Part, cut
-from murmura.transports.order import Ticket
+from murmura.transports.failures import ExitNotice, WaitDeadline, mismatch
+from murmura.transports.hierarchical import groups
+from murmura.transports.hierarchical.groups import SEGMENTS_AHEAD, ManagedGroup, cut
 from murmura.transports.process_group import Check, ProcessGroupTransport
 from murmura.transports.rendezvous import Store, under
+from murmura.transports.serial_executor import Ticket
 from murmura.transports.shared_memory import SharedMemoryTransport
 from murmura.types import ReduceOp, parse
 
@@ -42,14 +42,14 @@ class HierarchicalTransport(Transport):
     host's ranks are compared always, and those of different hosts after a time-out.
     """
 
-    _works_on = torch.device("cpu")
+    device = torch.device("cpu")
 
     def __init__(
         self,
         store: Store,
-        across: Part,
+        across: ManagedGroup,
         inside: SharedMemoryTransport,
-        between: Part | None,
+        between: ManagedGroup | None,
         *,
         backend: str = "gloo",
         check: str = "best_effort",
@@ -65,8 +65,8 @@ class HierarchicalTransport(Transport):
         self.check = parse(Check, check, "check")
         self._store, self._backend = store, backend
         self._across, self._inside, self._between = across, inside, between
-        self._leaders = parts.leaders_of(self.hosts)
-        self._members = parts.members_of(self.hosts, self.rank)
+        self._leaders = groups.leaders_of(self.hosts)
+        self._members = groups.members_of(self.hosts, self.rank)
         self._place = {member: place for place, member in enumerate(self._members)}  # of a rank on this host
         self._others = [rank for rank in range(self.world_size) if rank != self.rank]
         self._neighbours = [rank for rank in self._members if rank != self.rank]
@@ -91,7 +91,7 @@ class HierarchicalTransport(Transport):
         `backend` is that of the group between the leaders. `hosts` pretends that ranks are on several hosts.
         """
         options = {"timeout": timeout, "hosts": hosts, "name": name}
-        return cls._build(store, rank, world_size, parts.share_memory, backend, check, **options)
+        return cls._build(store, rank, world_size, groups.share_memory, backend, check, **options)
 
     @classmethod
     def _build(
@@ -99,89 +99,74 @@ class HierarchicalTransport(Transport):
         store: Store,
         rank: int,
         world_size: int,
-        share: Callable[[Part], SharedMemoryTransport],
+        share: Callable[[ManagedGroup], SharedMemoryTransport],
         backend: str,
         check: str,
         **options: Any,
     ) -> Self:
-        """Join the parts; `share` makes the one inside the host, once all ranks have met."""
+        """Join the three groups; `share` makes the one inside the host, once all ranks have joined `across`."""
         with contextlib.ExitStack() as made:
-            across = Part.join(under(store, "across"), rank, world_size, check="always", **options)
+            across = ManagedGroup.join(under(store, "across"), rank, world_size, check="always", **options)
             made.callback(across.close)
             inside = share(across)
             made.callback(inside.close)
-            between = parts.join_leaders(store, across, backend)
+            between = groups.join_leaders(store, across, backend)
             made.pop_all()
         return cls(store, across, inside, between, backend=backend, check=check)
 
     # Transport's contract
 
-    def exchange(
-        self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
-    ) -> Ticket | None:
-        self._check_pairs(sends, recvs, timeout)
-        return self._operate(  # type: ignore[no-any-return]
-            "exchange", lambda: self._exchange(sends, recvs, timeout), async_op, self._sent(sends)
-        )
-
     def split(self, name: str, ranks: Sequence[int] | None = None) -> Transport | None:
         members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
         check_members(members, self.world_size)
-        self._check_usable()
+        self.check_usable()
         if self.rank not in members:
             return None
-        return self._run("exchange", lambda: self._split(name, members), False)  # type: ignore[no-any-return]
+        split: Transport | None = self.run_in_turn("exchange", lambda: self._split(name, members))
+        return split
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
-        self._check_usable()
+        self.check_usable()
         return self._inside.allocate(numel, dtype, device)
 
-    def _observe_waiting(self, probe: Probe | None) -> None:
-        self._inside._observe_waiting(None if probe is None else probe.within(self._members))
+    def observe_waiting(self, probe: Probe | None) -> None:
+        self._inside.observe_waiting(None if probe is None else probe.within(self._members))
 
-    def abort(self, error: BaseException) -> None:
-        if self._failure is None:
-            super().abort(error)
-            if not self._closed:
-                # First, so that whoever fails for it finds the cause.
-                self._across.diary.depart(Departure.of(error, self._reporter.own))
-            for split in list(self._splits):
-                split.abort(error)
-            self._end_waits(error)
+    def on_abort(self, error: BaseException) -> None:
+        if not self.closed:
+            # First, so that whoever fails for it finds the cause.
+            self._across.failure_log.announce_exit(ExitNotice.of(error, self.reporter.own))
+        self._end_waits(error)
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        for split in list(self._splits):
-            split.close()
-        if self._failure is None:
-            self._across.diary.depart(self._parting())
-        if not self._order.idle:  # what still waits in the communication thread will wait no more
-            self._end_waits(self._reporter.closed(self._operation or "an operation"))
-        self._order.close()
-        for part in (self._between, self._across, self._inside):
-            if part is not None:
-                part.close()
+    def on_close(self) -> None:
+        if self.failure is None:
+            self._across.failure_log.announce_exit(self.exit_notice())
+        if not self._executor.idle:  # what still waits in the communication thread will wait no more
+            self._end_waits(self.reporter.closed(self.operation or "an operation"))
+
+    def release(self) -> None:
+        for group in (self._between, self._across, self._inside):
+            if group is not None:
+                group.close()
         self._store = self._store_served = None
 
     def _end_waits(self, error: BaseException) -> None:
         """Those of this rank, and those of its peers for it."""
         self._inside.abort(error)
-        for part in (self._between, self._across):
-            if part is not None:
-                part.break_off(error)
+        for group in (self._between, self._across):
+            if group is not None:
+                group.break_off(error)
 
     # Collectives by host
 
-    def _all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
+    def do_all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
         if op is ReduceOp.MEAN and flat_in.dtype is torch.float16:  # the sum of such numbers may be none
             wide = flat_in.float()
-            self._all_reduce(wide, wide, op, call, timeout)
+            self.do_all_reduce(wide, wide, op, call, timeout)
             flat_out.copy_(wide)
             return
-        deadline = Deadline(self._seconds(timeout))
-        self._agree("all_reduce" + call, timeout)
+        deadline = Deadline(self.seconds(timeout))
+        self.compare_calls(call, timeout)
         if flat_out is not flat_in:
             flat_out.copy_(flat_in)
         if len(self._leaders) == 1:
@@ -202,11 +187,11 @@ class HierarchicalTransport(Transport):
                         segment.div_(self.world_size)
                 self._broadcast_inside(segment, 0, deadline)
 
-    def _broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
-        deadline = Deadline(self._seconds(timeout))
-        self._agree("broadcast" + call, timeout)
+    def do_broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
+        deadline = Deadline(self.seconds(timeout))
+        self.compare_calls(call, timeout)
         at_home = src in self._place
-        home = self._leaders.index(parts.members_of(self.hosts, src)[0])
+        home = self._leaders.index(groups.members_of(self.hosts, src)[0])
         segments = cut(flat.view(torch.uint8))
         copies = []
         for segment in segments:
@@ -219,29 +204,27 @@ class HierarchicalTransport(Transport):
             if not at_home:
                 self._broadcast_inside(segment, 0, deadline)
 
-    def _barrier(self, timeout: float | None) -> None:
-        deadline = Deadline(self._seconds(timeout))
-        self._agree("barrier()", timeout)  # for which the ranks of a host have met
+    def do_barrier(self, timeout: float | None) -> None:
+        deadline = Deadline(self.seconds(timeout))
+        self.compare_calls("barrier()", timeout)  # for which the ranks of a host have met
         token = torch.zeros(1)
         total = self._start_sum(token, ReduceOp.SUM, deadline)
         if total is not None:
             self._await(total)
         self._broadcast_inside(token, 0, deadline)
 
-    def _agree(self, call: str, timeout: float | None) -> None:
-        self._call = call
-        seconds, operation, across = self._seconds(timeout), self._operation, self._across
+    def compare_calls(self, call: str, timeout: float | None) -> None:
+        self._call, self._began = call, time.monotonic()
+        seconds, operation, across = self.seconds(timeout), self.operation, self._across
         if self.check is Check.ALWAYS and self.world_size > 1:
 
             def compare() -> None:
-                agreement.on_collective(
-                    across._move, call, self.rank, self._reporter, operation, seconds, self._works_on
-                )
+                agreement.on_collective(across.move, call, self.rank, self.reporter, operation, seconds, self.device)
 
             self._await(self._start(across, "agreement", compare, self._others))
         elif self._neighbours:
             with self._explained(self._others):
-                self._inside._run("agreement", lambda: self._inside._agree(call, seconds), False)
+                self._inside.run_in_turn("agreement", lambda: self._inside.compare_calls(call, seconds))
 
     # A collective fails for want of any rank, whichever this one waits for: hence `others`
 
@@ -271,12 +254,12 @@ class HierarchicalTransport(Transport):
 
     # Messages
 
-    def _exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
+    def do_exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
         """Messages inside and across are under way at the same time, for either may wait for the other elsewhere."""
-        deadline = Deadline(self._seconds(timeout))
-        is_whole = self._operation == "exchange"  # and not part of a collective
+        deadline = Deadline(self.seconds(timeout))
+        is_whole = self.operation == "exchange"  # and not part of a collective
         if is_whole:
-            self._call = describe_exchange(sends, recvs)
+            self._call, self._began = describe_exchange(sends, recvs), time.monotonic()
         near_sends, far_sends = self._sort(sends)
         near_recvs, far_recvs = self._sort(recvs)
         far: Ticket | None = None
@@ -303,11 +286,12 @@ class HierarchicalTransport(Transport):
 
     def _split(self, name: str, members: tuple[int, ...]) -> Transport | None:
         """Shared memory where all members are on one host, a process group where no two are, else both again."""
+        self._began = time.monotonic()
         near = [self._place[member] for member in members if member in self._place]
         if len(near) == len(members):
             inside = self._split_inside(name, near, members)
-            inside._board.notes = self._across.diary.notes
-            self._keep(inside, members)
+            inside._control.notes = self._across.failure_log.notes
+            self.keep_split(inside, members)
             return inside
         agreement.on_split(self, name, members)
         # The k-th split of a name is one channel on every member, whatever else they split in between.
@@ -320,14 +304,14 @@ class HierarchicalTransport(Transport):
             "hosts": hosts,
             "name": f"{self.name}/{name}",
             "world_ranks": [self.world_ranks[member] for member in members],
-            "watch": lambda: self._across.diary.cause(f"split({name!r})", among=members),
-            "notes": self._across.diary.notes,
+            "watch": lambda: self._across.failure_log.cause(f"split({name!r})", among=members),
+            "notes": self._across.failure_log.notes,
         }
         join: Callable[..., Transport] = ProcessGroupTransport.join
         if len(set(hosts)) < size:
             join, options["share"] = self._build, lambda _: self._split_inside(name, near, members)
         split = join(store, rank, size, backend=self._backend, check=self.check, **options)
-        self._keep(split, members)
+        self.keep_split(split, members)
         return split
 
     def _split_inside(self, name: str, places: Sequence[int], members: Sequence[int]) -> SharedMemoryTransport:
@@ -338,13 +322,10 @@ class HierarchicalTransport(Transport):
 
     # Waiting and failing
 
-    def _turn(self, name: str, work: Callable[[], Any]) -> Any:
-        if not self._operation:
-            self._began = time.monotonic()
-        return super()._turn(name, work)
-
-    def _start(self, part: Part, name: str, work: Callable[[], Any], awaited: Sequence[int] | None = None) -> Ticket:
-        """Do `work` in the communication thread of `part`; if it fails, this rank's waits inside its host end too."""
+    def _start(
+        self, group: ManagedGroup, name: str, work: Callable[[], Any], awaited: Sequence[int] | None = None
+    ) -> Ticket:
+        """Do `work` in the communication thread of `group`; if it fails, this rank's waits inside its host end too."""
 
         def guarded() -> None:
             try:
@@ -354,13 +335,13 @@ class HierarchicalTransport(Transport):
                 self.abort(error)
                 raise
 
-        return part._submit(name, guarded)
+        return group.submit(name, guarded)
 
     def _await(self, ticket: Ticket, awaited: Sequence[int] | None = None) -> None:
-        patience = Patience(self._reporter, self._operation, float("inf"))  # the operation has a deadline of its own
+        deadline = WaitDeadline(self.reporter, self.operation, float("inf"))  # the operation has a deadline of its own
         with self._explained(self._others):
             while not ticket.await_end(1.0):
-                patience.check(self._others if awaited is None else awaited)
+                deadline.check(self._others if awaited is None else awaited)
             ticket.wait()
 
     @contextlib.contextmanager
@@ -377,21 +358,21 @@ class HierarchicalTransport(Transport):
     def _explain(
         self, error: TransportError | CollectiveMismatch, awaited: Sequence[int]
     ) -> TransportError | CollectiveMismatch:
-        if isinstance(self._failure, TransportError | CollectiveMismatch):  # in another thread, which is the cause
-            return self._failure
-        waited, reporter = time.monotonic() - self._began, self._reporter
-        if self._failure is not None:
-            return reporter.again(self._failure, self._operation)
-        if self._closed:
-            return reporter.closed(self._operation)
+        if isinstance(self.failure, TransportError | CollectiveMismatch):  # in another thread, which is the cause
+            return self.failure
+        waited, reporter = time.monotonic() - self._began, self.reporter
+        if self.failure is not None:
+            return reporter.again(self.failure, self.operation)
+        if self.closed:
+            return reporter.closed(self.operation)
         if isinstance(error, CollectiveMismatch):  # of a part, which knows the ranks of the world
-            return mismatch(reporter.own, self._operation, error.calls)
-        diary = self._across.diary
+            return mismatch(reporter.own, self.operation, error.calls)
+        failure_log = self._across.failure_log
         if isinstance(error, PeerLost):
-            return diary.cause(self._operation, waited) or reporter.aborted(error, self._operation, waited)
-        return diary.explain(
+            return failure_log.cause(self.operation, waited) or reporter.aborted(error, self.operation, waited)
+        return failure_log.explain(
             self._call,
-            self._operation,
+            self.operation,
             waited,
             awaited=[rank for rank in awaited if rank != self.rank],
             timed_out=isinstance(error, PeerTimeout),

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident, main_thread
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -15,16 +15,18 @@ from murmura.collectives.reduction import Reduction
 from murmura.errors import ConfigError
 from murmura.observe.recorder import Probe
 from murmura.transports import agreement
-from murmura.transports.base import Pairs, Transport
-from murmura.transports.checks import check_members, check_timeout, describe, store
-from murmura.transports.failures import Departure
-from murmura.transports.order import Ticket
-from murmura.transports.shared_memory import admission, futex, reducing
-from murmura.transports.shared_memory.board import Board, SegmentNotes, block_bytes, slots_at
-from murmura.transports.shared_memory.mail import Mail
-from murmura.transports.shared_memory.meeting import Meeting
-from murmura.transports.shared_memory.one_shot import OneShot, Outcome, can_prepare
+from murmura.transports.base import Async, Op, Pairs, Seconds, Sync, Transport
+from murmura.transports.checks import check_members, check_timeout, describe, describe_call, flatten, store
+from murmura.transports.failures import ExitNotice
+from murmura.transports.serial_executor import Ticket
+from murmura.transports.shared_memory import futex, rendezvous
+from murmura.transports.shared_memory.all_reduce import all_reduce_flat
+from murmura.transports.shared_memory.broadcast import broadcast_bytes
+from murmura.transports.shared_memory.control_block import ControlBlock, SegmentNotes, block_bytes, slots_at
+from murmura.transports.shared_memory.point_to_point import MessageExchange
 from murmura.transports.shared_memory.segment import Segment, create_memfd
+from murmura.transports.shared_memory.session import CollectiveSession
+from murmura.transports.shared_memory.small_all_reduce import Outcome, SmallAllReduce, can_prepare
 from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp
 
@@ -36,7 +38,7 @@ NUM_PREPARED = 1024  # tensors whose small all-reduce is kept ready
 class SharedMemoryTransport(Transport):
     """One rank of a world of processes on one host; made by `join`, `connect` or `run_world`."""
 
-    _works_on = torch.device("cpu")
+    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -55,11 +57,11 @@ class SharedMemoryTransport(Transport):
         self._life_fds = life_fds
         self._owns_segment = False  # a channel shares its parent's, and the signs of life
         self._own_life = -1
-        self._board = Board(segment, rank, blocks, life_fds, self._reporter)
-        self._mail = Mail(self._board)
-        self._meeting = Meeting(self._board, self._mail)
-        self._one_shots: dict[Any, OneShot] = {}  # by shape, dtype and operation
-        self._prepared: dict[Any, tuple[OneShot, memoryview, Any]] = {}  # by address too: the views of a tensor
+        self._control = ControlBlock(segment, rank, blocks, life_fds, self.reporter)
+        self._messages = MessageExchange(self._control)
+        self._session = CollectiveSession(self._control, self._messages)
+        self._small_all_reduces: dict[Any, SmallAllReduce] = {}  # by shape, dtype and operation
+        self._prepared: dict[Any, tuple[SmallAllReduce, memoryview, Any]] = {}  # by address too: the views of a tensor
         self._main_thread = main_thread().ident
         self._retire: Callable[[], object] | None = None  # of a channel: frees its memory
 
@@ -76,9 +78,9 @@ class SharedMemoryTransport(Transport):
         world_ranks: Sequence[int] | None = None,
         watch: Watch = nobody,
     ) -> SharedMemoryTransport:
-        """Meet the other ranks of `job` on this host; every rank calls it with the same job and world size.
+        """Join the other ranks of `job` on this host; every rank calls it with the same job and world size.
 
-        `timeout` bounds the meeting and becomes the transport's. `hosts` pretends that ranks are on several hosts.
+        `timeout` bounds the rendezvous and becomes the transport's. `hosts` pretends that ranks are on several hosts.
         All ranks must know the same `secret`. `world_ranks` are the ranks in the world that this is a part of, if it is
         one, and `watch` tells of those that cannot come any more.
         """
@@ -86,8 +88,8 @@ class SharedMemoryTransport(Transport):
         faults = []
         if not futex.is_supported():
             faults.append("shared memory between processes needs Linux. Use threads: run_world(fn, n, kind='threads').")
-        if not 1 <= world_size <= admission.MAX_RANKS:
-            faults.append(f"world_size={world_size}: shared memory takes 1 to {admission.MAX_RANKS} ranks.")
+        if not 1 <= world_size <= rendezvous.MAX_RANKS:
+            faults.append(f"world_size={world_size}: shared memory takes 1 to {rendezvous.MAX_RANKS} ranks.")
         if not 0 <= rank < world_size:
             faults.append(f"rank={rank} is not in a world of {world_size}.")
         if hosts is not None and len(hosts) != world_size:
@@ -96,43 +98,36 @@ class SharedMemoryTransport(Transport):
             raise ConfigError("\n".join(faults))
         segment_fd = create_memfd(world_size) if rank == 0 else None
         try:
-            admitted = admission.admit(job, rank, world_size, segment_fd, timeout, secret=secret, watch=watch)
+            met = rendezvous.meet(job, rank, world_size, segment_fd, timeout, secret=secret, watch=watch)
         finally:
             if segment_fd is not None:
                 os.close(segment_fd)
-        segment = Segment(admitted.segment_fd, rank, world_size)
+        segment = Segment(met.segment_fd, rank, world_size)
         segment.take(block_bytes(world_size))  # the first range of every arena, so peers know where it is
         blocks = [peer * segment.arena_bytes for peer in range(world_size)]
-        transport = cls(segment, rank, blocks, admitted.life_fds, hosts=hosts, timeout=timeout, world_ranks=world_ranks)
+        transport = cls(segment, rank, blocks, met.life_fds, hosts=hosts, timeout=timeout, world_ranks=world_ranks)
         transport._owns_segment = True
         # Of two ranks only the other can be at fault, and for a part of a transport the whole finds it.
         if world_ranks is None and world_size > 2:
-            transport._board.notes = SegmentNotes(transport._board)
-        segment.owner = transport._reporter.own
-        transport._own_life = admitted.own_life
+            transport._control.notes = SegmentNotes(transport._control)
+        segment.owner = transport.reporter.own
+        transport._own_life = met.own_life
         return transport
 
     # Transport's contract
 
-    def exchange(
-        self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None
-    ) -> Ticket | None:
-        self._check_pairs(sends, recvs, timeout)
-
-        def work() -> None:
-            outgoing = [(self._flat(tensor, load=True), dst, describe(tensor)) for tensor, dst in sends]
-            incoming = [(self._flat(out, load=False), src, describe(out)) for out, src in recvs]
-            seconds = self._seconds(timeout)
-            self._mail.exchange(outgoing, incoming, self._operation, seconds, spin=self._may_spin())
-            for (flat, _, _), (out, _) in zip(incoming, recvs, strict=True):
-                store(flat, out)
-
-        return self._operate("exchange", work, async_op, self._sent(sends))  # type: ignore[no-any-return]
+    def do_exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
+        outgoing = [(flatten(tensor, self.device), dst, describe(tensor)) for tensor, dst in sends]
+        incoming = [(flatten(out, self.device, load=False), src, describe(out)) for out, src in recvs]
+        seconds = self.seconds(timeout)
+        self._messages.exchange(outgoing, incoming, self.operation, seconds, spin=self._may_spin())
+        for (flat, _, _), (out, _) in zip(incoming, recvs, strict=True):
+            store(flat, out)
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> SharedMemoryTransport | None:
         members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
         check_members(members, self.world_size)
-        self._check_usable()
+        self.check_usable()
         if self.rank not in members:
             return None
         place = self._segment.take(block_bytes(len(members)))
@@ -149,41 +144,34 @@ class SharedMemoryTransport(Transport):
             name=f"{self.name}/{name}",
             world_ranks=[self.world_ranks[peer] for peer in members],
         )
-        split._board.notes = self._board.notes
-        retire = weakref.finalize(split, _retire, split._board, split._meeting)  # also if it is only dropped
+        split._control.notes = self._control.notes
+        retire = weakref.finalize(split, _retire, split._control, split._session)  # also if it is only dropped
         retire.atexit = False
         split._retire = retire
-        self._keep(split, members)
+        self.keep_split(split, members)
         return split
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         if torch.device(device).type != "cpu" or self.world_size == 1:
             return super().allocate(numel, dtype, device)
-        self._check_usable()
+        self.check_usable()
         return self._segment.allocate(numel, dtype)
 
-    def _observe_waiting(self, probe: Probe | None) -> None:
-        self._board.probe = probe
+    def observe_waiting(self, probe: Probe | None) -> None:
+        self._control.probe = probe
 
-    def abort(self, error: BaseException) -> None:
-        if self._failure is None:
-            super().abort(error)
-            self._board.failure = error
-            self._board.depart(Departure.of(error, self._reporter.own))
-            for split in list(self._splits):
-                split.abort(error)
+    def on_abort(self, error: BaseException) -> None:
+        self._control.failure = error
+        self._control.announce_exit(ExitNotice.of(error, self.reporter.own))
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = self._board.closed = True
-        for split in list(self._splits):
-            split.close()
-        self._order.close()
+    def on_close(self) -> None:
+        self._control.closed = True
+
+    def release(self) -> None:
         self._prepared.clear()
-        self._one_shots.clear()
-        self._board.depart(self._parting())
-        self._board.failure = None  # whose traceback would keep all this alive
+        self._small_all_reduces.clear()
+        self._control.announce_exit(self.exit_notice())  # not before: peers may wait for what was queued here
+        self._control.failure = None  # whose traceback would keep all this alive
         if self._retire is not None:
             self._retire()
         if self._owns_segment:
@@ -194,6 +182,14 @@ class SharedMemoryTransport(Transport):
 
     # All-reduce
 
+    @overload
+    def all_reduce(
+        self, tensor: Tensor, op: Op = ..., *, out: Tensor | None = ..., async_op: Sync = ..., timeout: Seconds = ...
+    ) -> Tensor: ...
+    @overload
+    def all_reduce(
+        self, tensor: Tensor, op: Op = ..., *, out: Tensor | None = ..., async_op: Async, timeout: Seconds = ...
+    ) -> Ticket: ...
     def all_reduce(
         self,
         tensor: Tensor,
@@ -202,7 +198,7 @@ class SharedMemoryTransport(Transport):
         out: Tensor | None = None,
         async_op: bool = False,
         timeout: float | None = None,
-    ) -> Tensor | Ticket:
+    ) -> Any:
         check_timeout(timeout)
         if self._listeners.members:
             self.announce()
@@ -215,71 +211,75 @@ class SharedMemoryTransport(Transport):
                 prepared is not None
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
-                and self._order.idle
+                and self._executor.idle
                 and self._probe is None
                 and get_ident() == self._main_thread
             ):
-                with self._order.lock:
-                    self._fire(*prepared, timeout)
+                with self._executor.lock:
+                    self._run_prepared(*prepared, timeout)
                 return tensor
-        result = super().all_reduce(tensor, op, out=out, async_op=async_op, timeout=timeout)
-        if out is None and not async_op and self.world_size > 1 and can_prepare(tensor, self.world_size):
+        if async_op:
+            return super().all_reduce(tensor, op, out=out, async_op=True, timeout=timeout)
+        result = super().all_reduce(tensor, op, out=out, timeout=timeout)
+        if out is None and self.world_size > 1 and can_prepare(tensor, self.world_size):
             self._prepare(tensor, ReduceOp(op))
         return result
 
     def _prepare(self, tensor: Tensor, op: ReduceOp) -> None:
         if len(self._prepared) >= NUM_PREPARED:
             self._prepared.clear()
-            self._one_shots.clear()
+            self._small_all_reduces.clear()
         kind = (tensor.shape, tensor.dtype, op)
-        shot = self._one_shots.get(kind)
-        if shot is None:
-            shot = self._one_shots[kind] = OneShot(self._board, tensor, op, f"all_reduce({op}) of {describe(tensor)}")
-        self._prepared[tensor.data_ptr(), *kind] = (shot, *shot.views(tensor))
+        prepared = self._small_all_reduces.get(kind)
+        if prepared is None:
+            prepared = self._small_all_reduces[kind] = SmallAllReduce(
+                self._control, tensor, op, describe_call("all_reduce", op, tensor)
+            )
+        self._prepared[tensor.data_ptr(), *kind] = (prepared, *prepared.views(tensor))
 
-    def _fire(self, shot: OneShot, source: memoryview, result: Any, timeout: float | None) -> None:
-        if self._failure is not None or self._closed:
-            self._check_usable(f"all_reduce #{self._num_collectives + 1}")
+    def _run_prepared(self, prepared: SmallAllReduce, source: memoryview, result: Any, timeout: float | None) -> None:
+        if self.failure is not None or self.closed:
+            self.check_usable(f"all_reduce #{self._num_collectives + 1}")
         try:
             number = self._num_collectives = self._num_collectives + 1
-            outcome = shot.fire(number, source, result)
+            outcome = prepared.run(number, source, result)
             if outcome is not Outcome.DONE:
-                meeting = self._begin(timeout, f"all_reduce #{number}")
+                session = self._begin(timeout, f"all_reduce #{number}")
                 if outcome is Outcome.ALONE:
-                    meeting.await_entry()
-                    outcome = shot.finish(number, result)
+                    session.await_entry()
+                    outcome = prepared.finish(number, result)
                 if outcome is Outcome.DISAGREED:
-                    meeting.disagree(shot.call)
+                    session.disagree(prepared.call)
         except BaseException as error:
             self.abort(error)
             raise
 
-    def _all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
+    def do_all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
         reduction = Reduction(op, flat_in.dtype, self.world_size, flat_in.device)
-        reducing.all_reduce(self._begin(timeout), flat_in, flat_out, reduction, "all_reduce" + call)
+        all_reduce_flat(self._begin(timeout), flat_in, flat_out, reduction, call)
 
-    def _broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
-        reducing.broadcast(self._begin(timeout), flat.view(torch.uint8), src, "broadcast" + call)
+    def do_broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
+        broadcast_bytes(self._begin(timeout), flat.view(torch.uint8), src, call)
 
-    def _barrier(self, timeout: float | None) -> None:
-        self._agree("barrier()", timeout)
+    def do_barrier(self, timeout: float | None) -> None:
+        self.compare_calls("barrier()", timeout)
 
-    def _agree(self, call: str, timeout: float | None) -> None:
+    def compare_calls(self, call: str, timeout: float | None) -> None:
         if self.world_size > 1:
             self._begin(timeout).enter(call)
 
-    def _begin(self, timeout: float | None, operation: str = "") -> Meeting:
-        """Turn to the collective under way."""
+    def _begin(self, timeout: float | None, operation: str = "") -> CollectiveSession:
+        """The session of the collective under way."""
         spin = self._may_spin()
-        self._meeting.begin(self._num_collectives, operation or self._operation, self._seconds(timeout), spin=spin)
-        return self._meeting
+        self._session.begin(self._num_collectives, operation or self.operation, self.seconds(timeout), spin=spin)
+        return self._session
 
     def _may_spin(self) -> bool:
         """Only the main thread may: a thread that spins in Python takes the interpreter from the one that computes."""
         return get_ident() == self._main_thread
 
 
-def _retire(board: Board, meeting: Meeting) -> None:
+def _retire(control: ControlBlock, session: CollectiveSession) -> None:
     """Leave a channel for good; its memory is freed once the other ranks have left it, too."""
-    board.leave(Departure(board.reporter.own))
-    board.segment.retire(board.is_deserted, [board.blocks[board.rank], *meeting.staging_places()])
+    control.leave(ExitNotice(control.reporter.own))
+    control.segment.retire(control.is_deserted, [control.blocks[control.rank], *session.staging_places()])

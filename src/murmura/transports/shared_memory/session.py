@@ -1,4 +1,4 @@
-"""How the ranks of a channel meet in a collective: enter, agree, meet again, and lend each other staging areas."""
+"""One collective through shared memory: enter it, compare calls, synchronise inside it, and stage tensors."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import os
 import time
 
 from murmura.transports.shared_memory import futex
-from murmura.transports.shared_memory.board import (
+from murmura.transports.shared_memory.control_block import (
     CALLED,
     DIGEST,
     ENTERED,
     PHASE,
     PLACE_IN,
     PLACE_OUT,
-    Board,
+    ControlBlock,
     digest_of,
 )
-from murmura.transports.shared_memory.mail import Mail
+from murmura.transports.shared_memory.point_to_point import MessageExchange
 
 STAGING_BYTES = 64 * 2**20  # at most, for a rank; longer messages go in blocks of this
 TABLE_SECONDS = 2.0  # how long a rank waits for the others' part of the table of a mismatch
 
 
-class Meeting:
+class CollectiveSession:
     """The collective under way on a channel; `begin` starts the next one."""
 
-    def __init__(self, board: Board, mail: Mail) -> None:
-        self.board = board
-        self.segment = board.segment
-        self.rank = board.rank
-        self.world_size = board.world_size
+    def __init__(self, control: ControlBlock, messages: MessageExchange) -> None:
+        self.control = control
+        self.segment = control.segment
+        self.rank = control.rank
+        self.world_size = control.world_size
         self.number = 0
-        self._mail = mail
+        self._messages = messages
         self._operation = ""
         self._timeout = 0.0
         self._spin = False
@@ -40,80 +40,80 @@ class Meeting:
         self._outgrown: list[int] = []  # staging areas that a peer may still be reading
 
     def begin(self, number: int, operation: str, timeout: float, *, spin: bool) -> None:
-        """Turn to collective `number`, which is called `operation` in errors."""
+        """Start collective `number`, which errors call `operation`."""
         self.number, self._operation, self._timeout, self._spin = number, operation, timeout, spin
 
     def enter(self, call: str, place_in: int = 0, place_out: int = 0) -> None:
         """Enter the collective; return when all have, and have called the same. Places are for the peers to know."""
-        board, parity, digest = self.board, self.number & 1, digest_of(call)
-        words = board.words
-        words[board.own + DIGEST + parity] = digest
-        words[board.own + PLACE_IN + parity] = place_in
-        words[board.own + PLACE_OUT + parity] = place_out
-        board.publish(ENTERED, self.number)
+        control, parity, digest = self.control, self.number & 1, digest_of(call)
+        words = control.words
+        words[control.own + DIGEST + parity] = digest
+        words[control.own + PLACE_IN + parity] = place_in
+        words[control.own + PLACE_OUT + parity] = place_out
+        control.publish(ENTERED, self.number)
         self.await_entry()
-        if any(board.read(peer, DIGEST + parity) != digest for peer in board.peers):
+        if any(control.read(peer, DIGEST + parity) != digest for peer in control.peers):
             self.disagree(call)
         # All have entered, so all have left the collective before: nobody reads an old staging area any more.
         while self._outgrown:
             self.segment.give_back(self._outgrown.pop())
 
     def await_entry(self) -> None:
-        board, number = self.board, self.number
-        board.wait(
-            lambda: [peer for peer in board.peers if board.read(peer, ENTERED) < number],
+        control, number = self.control, self.number
+        control.wait(
+            lambda: [peer for peer in control.peers if control.read(peer, ENTERED) < number],
             self._operation,
             self._timeout,
             spin=self._spin,
-            stuck=self._mail.awaits_in_vain,
+            stuck=self._messages.awaits_in_vain,
         )
-        self._see()
+        self._order_reads()
 
     def sync(self) -> None:
-        """Meet again inside the collective."""
-        board = self.board
+        """Wait until every rank has reached this point of the collective."""
+        control = self.control
         self._phase = phase = self._phase + 1
-        board.publish(PHASE, phase)
-        board.wait(
-            lambda: [peer for peer in board.peers if board.read(peer, PHASE) < phase],
+        control.publish(PHASE, phase)
+        control.wait(
+            lambda: [peer for peer in control.peers if control.read(peer, PHASE) < phase],
             self._operation,
             self._timeout,
             spin=self._spin,
         )
-        self._see()
+        self._order_reads()
 
     def await_word(self, peer: int, word: int, value: int) -> None:
         """Wait until a word of `peer` has reached `value`."""
-        words, at = self.board.words, self.board.at[peer] + word
+        words, at = self.control.words, self.control.at[peer] + word
         if words[at] < value:
             missing = lambda: [peer] if words[at] < value else []  # noqa: E731
-            self.board.wait(missing, self._operation, self._timeout, spin=self._spin)
-        self._see()
+            self.control.wait(missing, self._operation, self._timeout, spin=self._spin)
+        self._order_reads()
 
-    def _see(self) -> None:
-        """What a peer wrote before the word we waited for is read after it."""
+    def _order_reads(self) -> None:
+        """Make sure that what a peer wrote before the word we waited for is read after it."""
         if not futex.ORDERED_STORES:
-            self.board.fence()
+            self.control.fence()
 
     def disagree(self, call: str) -> None:
-        """Tell what this rank called, hear what the others did, and raise the table."""
-        board = self.board
-        board.tell_call(self.number, call)
+        """Publish what this rank called, collect what the others called, and raise the table as an error."""
+        control = self.control
+        control.tell_call(self.number, call)
         give_up = time.monotonic() + TABLE_SECONDS
         calls = {self.rank: call}
-        for peer in board.peers:
-            while board.read(peer, CALLED) < self.number and time.monotonic() < give_up:
+        for peer in control.peers:
+            while control.read(peer, CALLED) < self.number and time.monotonic() < give_up:
                 os.sched_yield()
-            told = board.told_call(peer) if board.read(peer, CALLED) == self.number else "(did not say)"
+            told = control.told_call(peer) if control.read(peer, CALLED) == self.number else "(did not say)"
             calls[peer] = told
-        raise board.reporter.mismatch(self._operation, calls)
+        raise control.reporter.mismatch(self._operation, calls)
 
     def staging_places(self) -> list[int]:
-        return [place for place in (self._staging[0], *self._outgrown, *self._mail.staging_places()) if place >= 0]
+        return [place for place in (self._staging[0], *self._outgrown, *self._messages.staging_places()) if place >= 0]
 
     def places(self, word: int) -> list[int]:
         """Where every rank's input (PLACE_IN) or output (PLACE_OUT) lies."""
-        return [self.board.read(rank, word + (self.number & 1)) for rank in range(self.world_size)]
+        return [self.control.read(rank, word + (self.number & 1)) for rank in range(self.world_size)]
 
     def stage(self, num_bytes: int) -> int:
         """The place of this rank's staging area, for a message of so many bytes or a block of it."""

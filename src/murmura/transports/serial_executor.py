@@ -1,4 +1,4 @@
-"""One channel, one order: operations run one at a time, in the order they were asked for.
+"""SerialExecutor: the operations of one channel run one at a time, in the order they were called.
 
 A synchronous call runs inline in the caller's thread when nothing is queued. Asynchronous ones run in the
 channel's communication thread, started at the first of them, and hand back a `Ticket`.
@@ -15,13 +15,14 @@ from typing import Any
 from murmura.errors import PeerTimeout
 from murmura.transports.checks import check_timeout
 
-__all__ = ["Order", "Ticket"]
+__all__ = ["SerialExecutor", "Ticket"]
 
 
 class Ticket:
     """An operation under way; its tensors belong to the transport until `wait` returns."""
 
     def __init__(self, operation: str) -> None:
+        self.watch: Callable[[], Callable[[], None]] | None = None  # what it returns is called once a second of `wait`
         self._operation = operation
         self._finished = threading.Event()
         self._result: Any = None
@@ -39,7 +40,11 @@ class Ticket:
         """
         if timeout != 0:  # which asks whether it has ended
             check_timeout(timeout)
-        if not self._finished.wait(timeout):
+        if timeout is None and self.watch is not None:
+            check = self.watch()
+            while not self._finished.wait(1.0):
+                check()
+        elif not self._finished.wait(timeout):
             raise PeerTimeout(
                 f"{self._operation} had not ended {timeout:g} s after wait() was called; it goes on. "
                 "Wait again, or give the operation itself a shorter timeout.",
@@ -62,7 +67,7 @@ class Ticket:
         self._finished.set()
 
 
-class Order:
+class SerialExecutor:
     """Runs the operations of one channel; `lock` is held by whichever thread runs one now."""
 
     def __init__(self, name: str) -> None:
@@ -90,16 +95,22 @@ class Order:
         return self._owner == threading.get_ident()
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Run `work` in its turn and return its result; inside another operation, at once."""
+        """Run an operation after what is queued and return its result; inside another one, or a job, at once."""
         if self.runs_here():
             return work()
-        if not self.idle:
-            return self.submit("operation", work).wait()
-        return self._perform(work)
+        if self.idle or self.in_thread():
+            return self._perform(work)
+        return self.submit("operation", lambda: self._perform(work)).wait()
 
     def submit(self, operation: str, work: Callable[[], Any]) -> Ticket:
-        """Queue `work` for the communication thread; after `close` it is done, or refuses, at once."""
+        """Queue a job for the communication thread: `work`, which may `run` operations.
+
+        After `close` it is done, or refuses, at once; and so it is inside another job, which would wait for itself.
+        """
         ticket = Ticket(operation)
+        if self.in_thread():
+            self._settle(ticket, work)
+            return ticket
         with self._submitting:
             if self._closed:
                 self._settle(ticket, work)
@@ -112,7 +123,7 @@ class Order:
         return ticket
 
     def close(self) -> None:
-        """Let the communication thread finish what is queued, then end it. The caller has failed its waits first."""
+        """Let the communication thread finish what is queued, then end it. The caller has ended its waits first."""
         with self._submitting:
             self._closed = True
         thread = self._thread
@@ -122,7 +133,7 @@ class Order:
             self._thread = None
 
     def close_with(self, owner: object) -> None:
-        """Let the communication thread end when `owner` is gone, after what is queued."""
+        """End the communication thread when `owner` is garbage-collected, after what is queued."""
         weakref.finalize(owner, self._jobs.put, None).atexit = False  # to join it might take a deadline
 
     def _perform(self, work: Callable[[], Any]) -> Any:
@@ -140,7 +151,7 @@ class Order:
 
     def _settle(self, ticket: Ticket, work: Callable[[], Any], *, in_thread: bool = False) -> None:
         try:
-            result = self._perform(work)
+            result = work()
         except BaseException as error:  # carried to whoever waits for the ticket
             self._num_finished += in_thread
             ticket.fail(error)

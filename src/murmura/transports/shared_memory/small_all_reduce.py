@@ -17,12 +17,20 @@ from torch import Tensor
 
 from murmura.collectives.reduction import HALVES, Reduction
 from murmura.transports.shared_memory import futex
-from murmura.transports.shared_memory.board import ASLEEP, DIGEST, ENTERED, YIELDS, Board, digest_of, slot_bytes
+from murmura.transports.shared_memory.control_block import (
+    ASLEEP,
+    DIGEST,
+    ENTERED,
+    YIELDS,
+    ControlBlock,
+    digest_of,
+    slot_bytes,
+)
 from murmura.types import ReduceOp
 
 
 def can_prepare(tensor: Tensor, world_size: int) -> bool:
-    """Whether `OneShot` takes `tensor`: contiguous, on the CPU, small, and of a real dtype that numpy has."""
+    """Whether `SmallAllReduce` takes `tensor`: contiguous, on the CPU, small, and of a real dtype that numpy has."""
     return (
         tensor.is_cpu
         and tensor.is_contiguous()
@@ -41,17 +49,17 @@ class Outcome(Enum):
     DISAGREED = auto()
 
 
-class OneShot:
+class SmallAllReduce:
     """The prepared all-reduce of tensors of one shape and dtype.
 
-    `fire(number, source, result)` runs collective `number` on a tensor: `source` its bytes, `result` its numpy view, as
+    `run(number, source, result)` runs collective `number` on a tensor: `source` its bytes, `result` its numpy view, as
     `views` makes them. `finish(number, result)` is the last part, for when a peer came late.
     """
 
-    def __init__(self, board: Board, tensor: Tensor, op: ReduceOp, call: str) -> None:
+    def __init__(self, control: ControlBlock, tensor: Tensor, op: ReduceOp, call: str) -> None:
         self.call = call
         self._num_bytes, self._dtype = tensor.nbytes, tensor.detach().numpy().dtype
-        self.fire, self.finish = self._prepare(board, Reduction(op, tensor.dtype, board.world_size, tensor.device))
+        self.run, self.finish = self._prepare(control, Reduction(op, tensor.dtype, control.world_size, tensor.device))
 
     def views(self, tensor: Tensor) -> tuple[memoryview, Any]:
         """Views of the memory of `tensor` that hold no reference to it.
@@ -61,26 +69,33 @@ class OneShot:
         raw: Any = np.ctypeslib.as_array((ctypes.c_uint8 * self._num_bytes).from_address(tensor.data_ptr()))
         return memoryview(raw), raw.view(self._dtype)
 
-    def _prepare(self, board: Board, reduction: Reduction) -> tuple[Callable[..., Outcome], Callable[..., Outcome]]:
+    def _prepare(
+        self, control: ControlBlock, reduction: Reduction
+    ) -> tuple[Callable[..., Outcome], Callable[..., Outcome]]:
         # Everything is a local variable of the two closures: attribute look-ups and method calls would double the time.
-        num_bytes, segment, places = self._num_bytes, board.segment, board.slots
-        slots = [segment.memory[places[parity][board.rank] :][:num_bytes] for parity in (0, 1)]
+        num_bytes, segment, places = self._num_bytes, control.segment, control.slots
+        slots = [segment.memory[places[parity][control.rank] :][:num_bytes] for parity in (0, 1)]
         inputs: list[list[Any]] = [
             [segment.bytes[place : place + num_bytes].view(self._dtype) for place in places[parity]]
             for parity in (0, 1)
         ]
         reduce = reduction.bound_reduce(*inputs)
-        words, own, own_digest, digest = board.words, board.own + ENTERED, board.own + DIGEST, digest_of(self.call)
-        entered = [board.at[peer] + ENTERED for peer in board.peers]
-        asleep = [board.at[peer] + ASLEEP for peer in board.peers]
+        words, own, own_digest, digest = (
+            control.words,
+            control.own + ENTERED,
+            control.own + DIGEST,
+            digest_of(self.call),
+        )
+        entered = [control.at[peer] + ENTERED for peer in control.peers]
+        asleep = [control.at[peer] + ASLEEP for peer in control.peers]
         their_digest = DIGEST - ENTERED
-        spins, yields, sched_yield = range(board.spins), range(YIELDS), os.sched_yield
-        fence, wake_sleepers = board.fence, board.wake_sleepers
+        spins, yields, sched_yield = range(control.spins), range(YIELDS), os.sched_yield
+        fence, wake_sleepers = control.fence, control.wake_sleepers
         release, acquire = fence.release, fence.acquire
         ordered = futex.ORDERED_STORES
         done, alone, disagreed = Outcome.DONE, Outcome.ALONE, Outcome.DISAGREED
 
-        def fire(number: int, source: memoryview, result: Any) -> Outcome:
+        def run(number: int, source: memoryview, result: Any) -> Outcome:
             parity = number & 1
             slots[parity][:] = source
             words[own_digest + parity] = digest
@@ -117,4 +132,4 @@ class OneShot:
             reduce(parity, result)
             return done
 
-        return fire, finish
+        return run, finish

@@ -1,8 +1,8 @@
-"""How the processes of one host find each other and come by the segment they share.
+"""The rendezvous of the processes of one host: rank 0 listens, the others connect, and all get the shared segment.
 
-They meet at an abstract Unix socket: it has no file and no port, and ends with the process that holds it. Rank 0
-holds it; both sides ask the kernel who the other is and talk only to processes of their own user. Each rank hands
-in a sign of its life, a file descriptor that becomes readable when it dies, and gets the segment and everybody's sign.
+The socket is an abstract Unix socket: it has no file and no port, and ends with the process that holds it. Both sides
+ask the kernel who the other is and talk only to processes of their own user. Each rank sends a *life descriptor*, a
+file descriptor that becomes readable when the rank dies, and receives the segment's and those of all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from murmura.errors import RendezvousError
 from murmura.transports.watched_store import Watch, nobody
 
-GREET_SECONDS = 5.0  # for a process at the door to say who it is
+GREET_SECONDS = 5.0  # for a client to say who it is
 LOOK_SECONDS = 0.1  # between two looks whether somebody can still come
 DEATH_SECONDS = 0.2  # between the end of a process's connections and that of itself
 VERDICT_SECONDS = 1.0  # after its own deadline, for rank 0 to say who is missing
@@ -32,20 +32,20 @@ MAX_RANKS = 250  # a message carries at most 253 file descriptors
 
 
 @dataclass(frozen=True)
-class Admission:
-    """What a rank holds once everybody has come: the segment's memfd, and a sign of life of each rank."""
+class Handles:
+    """The file descriptors of a rank after the rendezvous: the segment's memfd, and every rank's life descriptor."""
 
     segment_fd: int
     life_fds: tuple[int, ...]
-    own_life: int  # to be kept open as long as this rank lives; -1 if the kernel does it
+    own_life: int  # to be kept open as long as this rank lives; -1 if there is no need
 
 
-def meeting_address(key: str) -> str:
+def socket_address(key: str) -> str:
     """The abstract socket address of the job that `key` names; different users never share one."""
     return "\0murmura-" + hashlib.blake2b(f"{os.getuid()}:{key}".encode(), digest_size=16).hexdigest()
 
 
-def admit(
+def meet(
     key: str,
     rank: int,
     world_size: int,
@@ -54,33 +54,33 @@ def admit(
     *,
     secret: str = "",
     watch: Watch = nobody,
-) -> Admission:
+) -> Handles:
     """Meet the other ranks of the job `key`; rank 0 brings the segment. Raises `RendezvousError` at the deadline.
 
     All must know the same `secret`. `watch` tells of ranks that cannot come any more.
     """
     deadline = time.monotonic() + timeout
-    sign, own_life = _sign_of_life()
+    life_fd, own_life = _open_life_fd()
     try:
         if rank == 0:
             assert segment_fd is not None
-            fds = _Host(world_size, secret).receive(key, segment_fd, sign, deadline, timeout, watch)
+            fds = _Server(world_size, secret).serve(key, segment_fd, life_fd, deadline, timeout, watch)
         else:
-            fds = _visit(key, secret, rank, world_size, sign, deadline, timeout, watch)
+            fds = _join_server(key, secret, rank, world_size, life_fd, deadline, timeout, watch)
     except BaseException:
         if own_life >= 0:
             os.close(own_life)
         raise
     finally:
-        os.close(sign)
-    return Admission(fds[0], tuple(fds[1:]), own_life)
+        os.close(life_fd)
+    return Handles(fds[0], tuple(fds[1:]), own_life)
 
 
-def _sign_of_life() -> tuple[int, int]:
-    """A file descriptor that becomes readable for whoever holds it when this process dies; and what keeps it quiet.
+def _open_life_fd() -> tuple[int, int]:
+    """Open a descriptor that becomes readable when this process dies; also return one to keep open until then, or -1.
 
-    A pidfd, which sees the death itself. Where the kernel has none (gVisor, for one), the read end of a pipe whose
-    write end dies with us: unless a child that we forked still holds it.
+    It is a pidfd. Where the kernel has none (gVisor, for one), it is the read end of a pipe, which becomes readable
+    when the write end is closed: too late, if a forked child still holds that.
     """
     try:
         return os.pidfd_open(os.getpid()), -1
@@ -89,11 +89,11 @@ def _sign_of_life() -> tuple[int, int]:
 
 
 @dataclass
-class _Guest:
-    """A process at the door; admitted once it has proved that it knows the secret."""
+class _Client:
+    """A process that has connected; it joins once it has proved that it knows the secret."""
 
     connection: socket.socket
-    until: float  # when it is turned away if it has not spoken
+    until: float  # when it is refused if it has not sent anything
     rank: int = -1
     life_fd: int = -1
     nonce: str = ""  # what it was asked to prove
@@ -105,114 +105,116 @@ class _Guest:
             self.life_fd = -1
 
 
-class _Host:
-    """Rank 0 at the door: it talks to all guests at once, so that a silent one delays nobody."""
+class _Server:
+    """Rank 0's side: it serves all clients at once, so that a silent one delays nobody."""
 
     def __init__(self, world_size: int, secret: str) -> None:
         self._world_size = world_size
         self._secret = secret
-        self._waiting: dict[socket.socket, _Guest] = {}
-        self._admitted: dict[int, _Guest] = {}
+        self._waiting: dict[socket.socket, _Client] = {}
+        self._joined: dict[int, _Client] = {}
         self._refused: list[str] = []
 
-    def receive(self, key: str, segment_fd: int, sign: int, deadline: float, timeout: float, watch: Watch) -> list[int]:
-        """The file descriptors of the world: the segment's, and everybody's sign of life."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door, contextlib.closing(self):
-            _bind(door, meeting_address(key))
-            door.listen(self._world_size)
-            door.setblocking(False)
-            while len(self._admitted) < self._world_size - 1:
+    def serve(
+        self, key: str, segment_fd: int, life_fd: int, deadline: float, timeout: float, watch: Watch
+    ) -> list[int]:
+        """Serve until all ranks have joined; return the segment's descriptor and every rank's life descriptor."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, contextlib.closing(self):
+            _bind(listener, socket_address(key))
+            listener.listen(self._world_size)
+            listener.setblocking(False)
+            while len(self._joined) < self._world_size - 1:
                 error = watch()
                 if error is not None:
                     raise error
                 if time.monotonic() >= deadline:
                     raise self._missing(timeout)
-                self._listen(door, deadline)
-            fds = [segment_fd, sign, *(self._admitted[rank].life_fd for rank in range(1, self._world_size))]
-            for guest in self._admitted.values():
-                _send(guest.connection, {"world_size": self._world_size}, fds)
+                self._serve_once(listener, deadline)
+            fds = [segment_fd, life_fd, *(self._joined[rank].life_fd for rank in range(1, self._world_size))]
+            for client in self._joined.values():
+                _send(client.connection, {"world_size": self._world_size}, fds)
             return [os.dup(fd) for fd in fds]
 
-    def _listen(self, door: socket.socket, deadline: float) -> None:
-        """Hear whoever speaks next, for a moment."""
+    def _serve_once(self, listener: socket.socket, deadline: float) -> None:
+        """Accept and read what arrives within LOOK_SECONDS."""
         now = time.monotonic()
-        for guest in [guest for guest in self._waiting.values() if guest.until <= now]:
-            self._turn_away(guest, "A process that said nothing was turned away.")
+        for client in [client for client in self._waiting.values() if client.until <= now]:
+            self._refuse(client, "A process that said nothing was refused.")
         with selectors.DefaultSelector() as selector:
-            for connection in (door, *self._waiting):
+            for connection in (listener, *self._waiting):
                 selector.register(connection, selectors.EVENT_READ)
             ready = selector.select(min(LOOK_SECONDS, max(0.0, deadline - now)))
         for each, _ in ready:
-            if each.fileobj is not door:
-                self._hear(self._waiting[each.fileobj])  # type: ignore[index]
+            if each.fileobj is not listener:
+                self._read(self._waiting[each.fileobj])  # type: ignore[index]
                 continue
             with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # it has left again
-                guest = _Guest(door.accept()[0], time.monotonic() + GREET_SECONDS)
-                self._waiting[guest.connection] = guest
-                if _peer_uid(guest.connection) != os.getuid():
-                    self._turn_away(guest, "A process of another user was turned away.")
+                client = _Client(listener.accept()[0], time.monotonic() + GREET_SECONDS)
+                self._waiting[client.connection] = client
+                if _peer_uid(client.connection) != os.getuid():
+                    self._refuse(client, "A process of another user was refused.")
 
-    def _hear(self, guest: _Guest) -> None:
-        message, fds = _receive(guest.connection)
-        if guest.nonce:
+    def _read(self, client: _Client) -> None:
+        message, fds = _receive(client.connection)
+        if client.nonce:
             for fd in fds:
                 os.close(fd)
             # A rank that died before it answered has come all the same: its peers lose it in their first operation.
-            died = not message and _readable_now(guest.life_fd, DEATH_SECONDS)
-            if not died and not _is_proof(message.get("proof"), self._secret, "guest", guest.nonce, guest.rank):
-                self._turn_away(guest, "A process that does not know the job's secret was turned away.")
-            elif guest.rank in self._admitted:
-                self._turn_away(guest, f"A second process came as rank {guest.rank}.")
+            died = not message and _readable_now(client.life_fd, DEATH_SECONDS)
+            if not died and not _is_proof(message.get("proof"), self._secret, "client", client.nonce, client.rank):
+                self._refuse(client, "A process that does not know the job's secret was refused.")
+            elif client.rank in self._joined:
+                self._refuse(client, f"A second process came as rank {client.rank}.")
             else:
-                self._admitted[guest.rank] = self._waiting.pop(guest.connection)
+                self._joined[client.rank] = self._waiting.pop(client.connection)
             return
         fault = self._fault(message, fds)
         if fault:
             for fd in fds:
                 os.close(fd)
-            self._turn_away(guest, fault)
+            self._refuse(client, fault)
             return
-        guest.rank, guest.life_fd, guest.nonce = int(str(message["rank"])), fds[0], secrets.token_hex(16)
-        proof = _proof(self._secret, "host", str(message["nonce"]), 0)
-        _send(guest.connection, {"nonce": guest.nonce, "proof": proof})
+        client.rank, client.life_fd, client.nonce = int(str(message["rank"])), fds[0], secrets.token_hex(16)
+        proof = _proof(self._secret, "server", str(message["nonce"]), 0)
+        _send(client.connection, {"nonce": client.nonce, "proof": proof})
 
     def _fault(self, message: dict[str, object], fds: list[int]) -> str:
         rank, believed = message.get("rank"), message.get("world_size")
         if len(fds) != 1 or type(rank) is not int or not isinstance(message.get("nonce"), str):
-            return "A process that did not follow the protocol was turned away."
+            return "A process that did not follow the protocol was refused."
         if believed != self._world_size:
             return f"Rank {rank} believes in a world of {believed} ranks, rank 0 in one of {self._world_size}."
         if not 0 < rank < self._world_size:
             return f"A process came as rank {rank}, which is none of 1 to {self._world_size - 1}."
-        return f"A second process came as rank {rank}." if rank in self._admitted else ""
+        return f"A second process came as rank {rank}." if rank in self._joined else ""
 
-    def _turn_away(self, guest: _Guest, fault: str) -> None:
+    def _refuse(self, client: _Client, fault: str) -> None:
         if fault not in self._refused:
             self._refused.append(fault)
-        _send(guest.connection, {"refused": fault})
-        del self._waiting[guest.connection]
-        guest.close()
+        _send(client.connection, {"refused": fault})
+        del self._waiting[client.connection]
+        client.close()
 
     def _missing(self, timeout: float) -> RendezvousError:
-        dead = [rank for rank, guest in self._admitted.items() if _readable_now(guest.life_fd)]
-        missing = tuple(rank for rank in range(1, self._world_size) if rank not in self._admitted or rank in dead)
+        dead = [rank for rank, client in self._joined.items() if _readable_now(client.life_fd)]
+        missing = tuple(rank for rank in range(1, self._world_size) if rank not in self._joined or rank in dead)
         story = (
             f"waited {timeout:.1f} s, but of {self._world_size} ranks {_list(missing)} did not come."
             f"{''.join(' ' + each for each in self._refused)} Were they started, on this host, as this user, "
             "with the same job_id, secret and world size?"
         )
-        for guest in self._admitted.values():
-            _send(guest.connection, {"story": story, "missing": list(missing)})
+        for client in self._joined.values():
+            _send(client.connection, {"story": story, "missing": list(missing)})
         return RendezvousError(f"rank 0 {story}", missing)
 
     def close(self) -> None:
-        for guest in (*self._waiting.values(), *self._admitted.values()):
-            guest.close()
+        for client in (*self._waiting.values(), *self._joined.values()):
+            client.close()
 
 
-def _bind(door: socket.socket, address: str) -> None:
+def _bind(listener: socket.socket, address: str) -> None:
     try:
-        door.bind(address)
+        listener.bind(address)
     except OSError as error:
         raise RendezvousError(
             f"{_holder(address)} Give each job its own DistributedConfig.job_id (or MURMURA_JOB_ID)."
@@ -220,12 +222,12 @@ def _bind(door: socket.socket, address: str) -> None:
 
 
 def _holder(address: str) -> str:
-    """Who has the name that this world wants."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visit:
-        visit.setblocking(False)
+    """Say who holds the socket address of this world."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)
         try:
-            visit.connect(address)
-            uid = _peer_uid(visit)
+            probe.connect(address)
+            uid = _peer_uid(probe)
         except OSError:  # it has left, or is too busy to say
             return "another world is just being set up under the same name."
     if uid == os.getuid():
@@ -233,27 +235,27 @@ def _holder(address: str) -> str:
     return f"a process of another user (uid {uid}) holds the name under which this world would meet."
 
 
-def _visit(
-    key: str, secret: str, rank: int, world_size: int, sign: int, deadline: float, timeout: float, watch: Watch
+def _join_server(
+    key: str, secret: str, rank: int, world_size: int, life_fd: int, deadline: float, timeout: float, watch: Watch
 ) -> list[int]:
     def give_up(why: str, missing: tuple[int, ...] = ()) -> RendezvousError:
         return RendezvousError(f"rank {rank} waited {timeout:.1f} s {why}", missing)
 
     def answer(until: float) -> tuple[dict[str, object], list[int]] | None:
-        while not _readable(host, min(until, time.monotonic() + LOOK_SECONDS)):
+        while not _readable(server, min(until, time.monotonic() + LOOK_SECONDS)):
             error = watch()
             if error is not None:
                 raise error
             if time.monotonic() >= until:
                 return None
-        return _receive(host)
+        return _receive(server)
 
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as host:
-        host.setblocking(False)  # a full queue at the door must not hold us up beyond the deadline
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.setblocking(False)  # a full backlog must not block beyond the deadline
         pause = 0.001
         while True:
             try:
-                host.connect(meeting_address(key))
+                server.connect(socket_address(key))
                 break
             except (ConnectionRefusedError, FileNotFoundError, BlockingIOError):
                 error = watch()
@@ -265,25 +267,25 @@ def _visit(
                         "job_id and secret?",
                         (0,),
                     ) from None
-                time.sleep(pause)  # nothing to wait on: the door does not exist yet
+                time.sleep(pause)  # nothing to wait on: the socket does not exist yet
                 pause = min(2 * pause, 0.05)
-        host.setblocking(True)
-        if _peer_uid(host) != os.getuid():
+        server.setblocking(True)
+        if _peer_uid(server) != os.getuid():
             raise RendezvousError(
-                f"rank {rank} found a process of another user at its meeting point and told it nothing. "
+                f"rank {rank} found a process of another user at its rendezvous and told it nothing. "
                 "Choose another job_id, and tell whoever runs this machine."
             )
         nonce = secrets.token_hex(16)
-        _send(host, {"rank": rank, "world_size": world_size, "nonce": nonce}, [sign])
+        _send(server, {"rank": rank, "world_size": world_size, "nonce": nonce}, [life_fd])
         heard = answer(deadline + VERDICT_SECONDS)
         if heard is not None and "nonce" in heard[0]:
-            if not _is_proof(heard[0].get("proof"), secret, "host", nonce, 0):
+            if not _is_proof(heard[0].get("proof"), secret, "server", nonce, 0):
                 raise RendezvousError(
-                    f"rank {rank} found at its meeting point a rank 0 that does not know the job's secret. Give all "
+                    f"rank {rank} found at its rendezvous a rank 0 that does not know the job's secret. Give all "
                     "ranks the same secret, or this job a job_id of its own.",
                     (0,),
                 )
-            _send(host, {"proof": _proof(secret, "guest", str(heard[0]["nonce"]), rank)})
+            _send(server, {"proof": _proof(secret, "client", str(heard[0]["nonce"]), rank)})
             heard = answer(deadline + VERDICT_SECONDS)
         if heard is None:
             raise give_up("for the other ranks to come to rank 0. Its own error names those that did not.")
@@ -292,7 +294,7 @@ def _visit(
         missing = message["missing"]
         raise RendezvousError(f"rank {rank} {message['story']}", tuple(missing) if isinstance(missing, list) else ())
     if "refused" in message:
-        raise RendezvousError(f"rank {rank} was turned away by rank 0: {message['refused']}")
+        raise RendezvousError(f"rank {rank} was refused by rank 0: {message['refused']}")
     if len(fds) != world_size + 1:
         for fd in fds:
             os.close(fd)
@@ -303,7 +305,7 @@ def _visit(
 
 
 def _proof(secret: str, role: str, nonce: str, rank: int) -> str:
-    """What only those who know the secret can make of `nonce`; the name of the socket tells nothing of it."""
+    """Sign `nonce` with the secret; nothing else, not even the socket's name, depends on the secret."""
     return hmac.new(secret.encode(), f"{role}:{nonce}:{rank}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -330,12 +332,12 @@ def _readable_now(fd: int, seconds: float = 0.0) -> bool:
 
 def _send(connection: socket.socket, message: dict[str, object], fds: list[int] | None = None) -> None:
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError, BlockingIOError):  # it left, or does not listen
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError, BlockingIOError):  # it left, or does not read
         connection.sendmsg([json.dumps(message).encode()], rights, socket.MSG_DONTWAIT)
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, object], list[int]]:
-    """What was said and handed over; an empty message if it was not in the language of the protocol."""
+    """Return the message and its file descriptors; the message is empty if it was not valid JSON."""
     try:
         data, fds, _, _ = socket.recv_fds(connection, 4096, MAX_RANKS + 2, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:

@@ -1,4 +1,4 @@
-"""Do the replicas agree: on what the model is, and on what it holds."""
+"""Checks that all ranks hold the same model: the same parameters and buffers, and the same values in them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from murmura.agreement import first_difference, texts_if_different
 from murmura.errors import CollectiveMismatch, ReplicaDivergence
 from murmura.transports.base import Transport
-
-_MODEL, _VALUES = range(2)
-_SUBJECTS = ("what the model is", "what its parameters hold")
 
 
 def check_same_model(transport: Transport, lines: Sequence[str]) -> None:
     """Raise `ReplicaDivergence` on every rank unless all ranks describe their model by the same `lines`."""
-    if len(set(_digests(transport, _MODEL, "\n".join(lines).encode()))) == 1:
+    texts = _compare(transport, "what the model is", lines)
+    if texts is None:
         return
-    texts = [bytes(text.tolist()).decode().split("\n") for text in _gather(transport, "\n".join(lines).encode())]
-    longest = max(map(len, texts))
-    padded = [text + ["(nothing)"] * (longest - len(text)) for text in texts]
-    at = next(index for index in range(longest) if len({text[index] for text in padded}) > 1)
-    rows = "\n".join(f"  rank {rank}: {text[at]}" for rank, text in enumerate(padded))
+    at = first_difference(texts)
+    assert at is not None
+    rows = "\n".join(f"  rank {rank}: {text[at] if at < len(text) else '(nothing)'}" for rank, text in enumerate(texts))
     raise ReplicaDivergence(
         f"the ranks wrap different models; the first difference is entry {at} of parameters and buffers:\n{rows}\n"
         "Build the same model on every rank before wrapping it."
@@ -33,16 +30,12 @@ def check_same_model(transport: Transport, lines: Sequence[str]) -> None:
 
 def check_same_values(transport: Transport, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
     """Raise `ReplicaDivergence`, naming the first tensor that differs and its values, unless all hold the same bits."""
-    whole = hashlib.blake2b(digest_size=8)
-    parts: list[bytes] = []
-    for tensor in tensors:
-        part = hashlib.blake2b(_raw(tensor), digest_size=8).digest()
-        parts.append(part)
-        whole.update(part)
-    if len(set(_digests(transport, _VALUES, whole.digest()))) == 1:
+    digests = [hashlib.blake2b(_raw(tensor), digest_size=8).hexdigest() for tensor in tensors]
+    texts = _compare(transport, "what its parameters hold", digests)
+    if texts is None:
         return
-    every = [bytes(each.tolist()) for each in _gather(transport, b"".join(parts))]
-    at = next(index for index in range(len(parts)) if len({each[8 * index : 8 * index + 8] for each in every}) > 1)
+    at = first_difference(texts)
+    assert at is not None
     held = transport.all_gather(tensors[at].detach().cpu().contiguous().reshape(-1))
     assert isinstance(held, list)
     raw = [each.view(torch.uint8).view(each.numel(), -1) for each in held]
@@ -63,13 +56,12 @@ def _raw(tensor: Tensor) -> Any:
     return flat.view(torch.uint8).numpy()
 
 
-def _digests(transport: Transport, subject: int, data: bytes) -> list[int]:
-    """The digests of what every rank holds; all ranks must compare the same `subject`, an index into _SUBJECTS."""
-    number = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
-    gathered = transport.all_gather(torch.tensor([subject, number]))
-    assert isinstance(gathered, list)
-    ranks = transport.world_ranks
-    calls = {ranks[index]: f"a comparison of {_SUBJECTS[int(each[0])]}" for index, each in enumerate(gathered)}
+def _compare(transport: Transport, subject: str, lines: Sequence[str]) -> list[list[str]] | None:
+    """As `texts_if_different`; `CollectiveMismatch` if the ranks compare different subjects."""
+    texts = texts_if_different(transport, [subject, *lines])
+    if texts is None:
+        return None
+    calls = {rank: f"a comparison of {text[0]}" for rank, text in zip(transport.world_ranks, texts, strict=True)}
     if len(set(calls.values())) > 1:
         rows = "\n".join(f"  rank {rank}: {call}" for rank, call in calls.items())
         raise CollectiveMismatch(
@@ -77,10 +69,4 @@ def _digests(transport: Transport, subject: int, data: bytes) -> list[int]:
             "Every rank must wrap, thaw and verify at the same round.",
             calls,
         )
-    return [int(each[1]) for each in gathered]
-
-
-def _gather(transport: Transport, data: bytes) -> list[Tensor]:
-    gathered = transport.all_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    assert isinstance(gathered, list)
-    return gathered
+    return [text[1:] for text in texts]

@@ -1,4 +1,4 @@
-"""What a process of the same user may say at the door of a world, and who is let in all the same."""
+"""What a process of the same user may say to the socket of a world, and who is accepted all the same."""
 
 import array
 import contextlib
@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from murmura import DistributedConfig, RendezvousError, SharedMemoryTransport, connect
-from murmura.transports.shared_memory.admission import meeting_address
+from murmura.transports.shared_memory.rendezvous import socket_address
 
 SECONDS = 20.0
 
 
 def knock(crowd, job, said=None):
-    """A visitor at the door of `job`, which says `said` and nothing more."""
+    """A client at the socket of `job`, which sends `said` and nothing more."""
     visitor = crowd.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     give_up = time.monotonic() + SECONDS
     while True:
         try:
-            visitor.connect(meeting_address(job))
+            visitor.connect(socket_address(job))
             break
         except ConnectionRefusedError:  # rank 0 has not come yet
             assert time.monotonic() < give_up

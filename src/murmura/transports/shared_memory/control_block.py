@@ -1,13 +1,15 @@
-"""What the ranks of one channel tell each other in shared words, and how they wait for a word to change.
+"""The control blocks of one channel: the words through which its ranks synchronise, and how a rank waits for one.
 
-Each rank has a block of words in its own arena that it alone writes (but for its bell). A rank *enters* a collective
-by publishing its number; a peer that waits spins briefly, then yields, then sleeps on its own bell, which whoever
-publishes rings if the sleeper has said that it sleeps. Deaths and deadlines are looked at only by sleepers, so they
-cost a healthy run nothing.
+Each rank has a block of 64-bit words in its own arena. Only that rank writes it, except for its wake word, which peers
+write. A rank *enters* a collective by publishing the collective's number. A rank that waits for a peer spins briefly,
+then yields, then sets ASLEEP and sleeps in a futex on its own wake word; a peer that publishes a word and sees ASLEEP
+changes the wake word and wakes it. Only sleeping ranks look for dead peers and deadlines, so a healthy run pays
+nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import select
@@ -16,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from murmura.collectives.chunks import SMALL_BYTES
 from murmura.observe.recorder import Probe
-from murmura.transports.failures import DIED, Departure, Patience, Reporter, follow
+from murmura.transports.failures import DIED, ExitNotice, Reporter, WaitDeadline, follow
 from murmura.transports.shared_memory import futex
 from murmura.transports.shared_memory.arena import PAGE_BYTES, round_up
 from murmura.transports.shared_memory.segment import Segment
@@ -24,20 +26,20 @@ from murmura.transports.stalls import StallNotes
 
 # Words of a block. The first eight share a cache line: what a collective of small messages reads of a peer.
 ENTERED = 0  # number of the collective entered last
-ASLEEP = 1  # 1 while the rank sleeps on its bell
+ASLEEP = 1  # 1 while the rank sleeps on its wake word
 DIGEST = 2  # of the call, by the parity of its number (2 words)
 PLACE_IN = 4  # where its input lies, by parity (2 words); ~place for a staging area
 PLACE_OUT = 6  # where its output goes, by parity (2 words)
-PHASE = 8  # meetings inside collectives
+PHASE = 8  # synchronisations inside collectives
 PIECES = 9  # number of the collective << 24 | pieces staged in it
-DEPARTED = 10  # length of the departure text, once there is one
+EXITED = 10  # length of the exit notice, once there is one
 CALLED = 11  # number of the collective whose call is told in the call text
 AWAITS = 12  # message << 16 | 1 << 15 if it is to be received | peer + 1, while the rank sleeps in an exchange
 STALLED = 13  # in the block of the world, not of a channel: rank + 1 of whom it waits for in vain, on any channel
-BELL = 16  # on a line of its own: written by peers
+WAKE = 16  # on a line of its own: written by peers
 # Bytes of a block
 GONE_AT = 256  # one for each rank, which sets it when it will never look at this block again
-DEPARTURE_AT, DEPARTURE_BYTES = 512, 1536
+EXIT_NOTICE_AT, EXIT_NOTICE_BYTES = 512, 1536
 CALL_AT, CALL_BYTES = 2048, 2048
 PAIRS_AT, PAIR_BYTES = 4096, 256
 
@@ -60,16 +62,17 @@ def slots_at(world_size: int) -> int:
     return round_up(PAIRS_AT + PAIR_BYTES * world_size, PAGE_BYTES)
 
 
+@functools.lru_cache(maxsize=4096)
 def digest_of(call: str) -> int:
     """63 bits that stand for a call: ranks compare these instead of the words."""
     return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little") >> 1
 
 
-class Board:
-    """The blocks of a channel's ranks, seen from one of them.
+class ControlBlock:
+    """The control blocks of all ranks of a channel, as one rank sees them: it writes its own and reads the others.
 
-    `blocks[i]` is the place of rank i's block; `life_fds[i]` becomes readable when it dies. Used by
-    one thread at a time.
+    `blocks[i]` is the place of rank i's block; `life_fds[i]` becomes readable when rank i dies. One thread at a time
+    may use it.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class Board:
         self._deaths = select.poll()
         for fd in self._rank_of:
             self._deaths.register(fd, select.POLLIN)
-        self._tolls = 0
+        self._num_wakes = 0
         step = round_up(slot_bytes(self.world_size)) + PAGE_BYTES
         # A processor takes a load for a store to another page at the same offset, and waits; tensors often begin at
         # the start of a page, so slots do not, each at an offset of its own.
@@ -109,7 +112,7 @@ class Board:
             for parity in (0, 1)
         ]
 
-    # Telling
+    # Publishing
 
     def publish(self, word: int, value: int) -> None:
         """Set one of this rank's words, after everything written before, and wake the peers that sleep."""
@@ -123,13 +126,13 @@ class Board:
         words = self.words
         for at in self._asleep:
             if words[at]:
-                self._ring(at - ASLEEP)
+                self._wake(at - ASLEEP)
 
-    def _ring(self, block: int) -> None:
-        # Tolls differ from rank to rank, so that a bell rung by two at once still changes.
-        self._tolls = (self._tolls + 1) & 0xFFFFFF
-        self.words[block + BELL] = self._tolls << 8 | self.rank & 0xFF
-        futex.wake(self.segment.address + 8 * (block + BELL))
+    def _wake(self, block: int) -> None:
+        # Values differ from rank to rank, so that the word changes even if two ranks write it at once.
+        self._num_wakes = (self._num_wakes + 1) & 0xFFFFFF
+        self.words[block + WAKE] = self._num_wakes << 8 | self.rank & 0xFF
+        futex.wake(self.segment.address + 8 * (block + WAKE))
 
     def read(self, peer: int, word: int) -> int:
         return self.words[self.at[peer] + word]
@@ -145,9 +148,10 @@ class Board:
         spin: bool,
         stuck: Callable[[int], bool] = lambda peer: False,
     ) -> None:
-        """Return once nobody is `missing`. `stuck(peer)` says that this rank and `peer` wait for each other for ever.
+        """Return once no peer is `missing`. `stuck(peer)` tells whether this rank and `peer` wait for each
+        other for ever.
 
-        Without `spin` it sleeps at once, which a thread beside another must.
+        Without `spin` the rank sleeps at once: a thread that spins would hold the GIL while another computes.
         """
         if self.probe is not None:
             missing = self.probe.waiting(missing)
@@ -166,52 +170,52 @@ class Board:
         self, missing: Callable[[], list[int]], operation: str, timeout: float, stuck: Callable[[int], bool]
     ) -> None:
         words, own = self.words, self.own
-        bell = self.segment.address + 8 * (own + BELL)
-        patience = Patience(self.reporter, operation, timeout, self.notes)
+        wake_address = self.segment.address + 8 * (own + WAKE)
+        deadline = WaitDeadline(self.reporter, operation, timeout, self.notes)
         nap = FIRST_NAP
         while True:
             words[own + ASLEEP] = 1
             try:
-                toll = words[own + BELL] & 0xFFFFFFFF
+                seen = words[own + WAKE] & 0xFFFFFFFF
                 self.fence()
                 if missing():
-                    futex.wait(bell, toll, min(nap, max(0.0, patience.left)))
+                    futex.wait(wake_address, seen, min(nap, max(0.0, deadline.left)))
             finally:
                 words[own + ASLEEP] = 0
             self.fence()
             awaited = missing()
             if not awaited:
-                patience.end()
+                deadline.end()
                 return
             nap = min(2 * nap, LONGEST_NAP)
             if self.failure is not None:  # aborted by another thread
-                raise self.reporter.aborted(self.failure, operation, patience.waited)
+                raise self.reporter.aborted(self.failure, operation, deadline.waited)
             if self.closed:
                 raise self.reporter.closed(operation)
-            self._check_departed(missing, operation, patience.waited)
+            self._check_exited(missing, operation, deadline.waited)
             self._check_stuck(missing, operation, stuck)
-            if patience.left > 0:
-                patience.check(awaited)
+            if deadline.left > 0:
+                deadline.check(awaited)
             else:  # whoever sleeps in an exchange is not at fault, but whom it waits for
                 at_fault = list(dict.fromkeys(follow(peer, self._awaited_by) for peer in awaited))
                 are_stopped = all(process_state(self._life_fds[peer])[1] in STOPPED for peer in at_fault)
-                patience.check(at_fault, self._state_of(at_fault), certain=are_stopped)
+                deadline.check(at_fault, self._state_of(at_fault), certain=are_stopped)
 
     def _awaited_by(self, peer: int) -> int | None:
         awaits = self.read(peer, AWAITS) & 0x7FFF
         return awaits - 1 if awaits else None
 
-    def _check_departed(self, missing: Callable[[], list[int]], operation: str, waited: float) -> None:
-        gone = {peer: self._departure(peer) for peer in missing() if self.read(peer, DEPARTED)}
+    def _check_exited(self, missing: Callable[[], list[int]], operation: str, waited: float) -> None:
+        gone = {peer: self._exit_notice_of(peer) for peer in missing() if self.read(peer, EXITED)}
         dead = {self._rank_of[fd] for fd, _ in self._deaths.poll(0)}
         self.fence()
         for peer in missing():  # again: whoever left may have done its part before
             if peer in gone:
-                raise self.reporter.departed(gone[peer], peer, operation, waited)
+                raise self.reporter.peer_exited(gone[peer], peer, operation, waited)
             if peer in dead:
                 # It may have left word in its last moments, after we looked.
-                if self.read(peer, DEPARTED):
-                    raise self.reporter.departed(self._departure(peer), peer, operation, waited)
+                if self.read(peer, EXITED):
+                    raise self.reporter.peer_exited(self._exit_notice_of(peer), peer, operation, waited)
                 raise self.reporter.lost(peer, operation)
 
     def _check_stuck(self, missing: Callable[[], list[int]], operation: str, stuck: Callable[[int], bool]) -> None:
@@ -242,17 +246,17 @@ class Board:
 
     # Texts
 
-    def depart(self, departure: Departure) -> None:
-        """Leave word why this rank can no longer be waited for; the first word stands."""
-        if self.words[self.own + DEPARTED]:
+    def announce_exit(self, notice: ExitNotice) -> None:
+        """Write why this rank can no longer be waited for; a second notice is ignored."""
+        if self.words[self.own + EXITED]:
             return
-        text = departure.to_bytes(DEPARTURE_BYTES)
-        self._write(DEPARTURE_AT, text)
-        self.publish(DEPARTED, len(text))
+        text = notice.to_bytes(EXIT_NOTICE_BYTES)
+        self._write(EXIT_NOTICE_AT, text)
+        self.publish(EXITED, len(text))
 
-    def leave(self, departure: Departure) -> None:
-        """Depart, and tell every rank that this one will not look at its block again."""
-        self.depart(departure)
+    def leave(self, notice: ExitNotice) -> None:
+        """Announce the exit, and tell every rank that this one will not look at its block again."""
+        self.announce_exit(notice)
         self.fence()
         for place in self.blocks:
             self.segment.bytes[place + GONE_AT + self.rank] = 1
@@ -262,10 +266,10 @@ class Board:
         place = self.blocks[self.rank] + GONE_AT
         return bool(self.segment.bytes[place : place + self.world_size].all())
 
-    def _departure(self, peer: int) -> Departure:
-        departure = Departure.from_bytes(self._read(peer, DEPARTURE_AT, self.read(peer, DEPARTED)))
+    def _exit_notice_of(self, peer: int) -> ExitNotice:
+        notice = ExitNotice.from_bytes(self._read(peer, EXIT_NOTICE_AT, self.read(peer, EXITED)))
         # Whoever lost control of its memory may have left anything there.
-        return departure or Departure(self.reporter.world_rank(peer), DIED, "lost", self.reporter.own)
+        return notice or ExitNotice(self.reporter.world_rank(peer), DIED, "lost", self.reporter.own)
 
     def tell_call(self, number: int, call: str) -> None:
         """Say in words what this rank called, for the table of a mismatch."""
@@ -289,8 +293,8 @@ class Board:
 class SegmentNotes:
     """The stall notes of a world whose ranks share one segment, in the words of its first channel."""
 
-    def __init__(self, board: Board) -> None:
-        self._words, self._at, self._own = board.words, board.at, board.own
+    def __init__(self, block: ControlBlock) -> None:
+        self._words, self._at, self._own = block.words, block.at, block.own
 
     def tell(self, awaited: Sequence[int]) -> None:
         self._words[self._own + STALLED] = awaited[0] + 1 if awaited else 0  # of several, one leads on
@@ -301,7 +305,7 @@ class SegmentNotes:
 
 
 def process_state(pidfd: int) -> tuple[int, str]:
-    """The pid and the state letter (R, S, T, Z, …) of a process; ("", …) if it is not to be seen."""
+    """The pid and the state letter (R, S, T, Z, …) of a process; (-1, "") if /proc does not show it."""
     try:
         with open(f"/proc/self/fdinfo/{pidfd}") as info:
             pid = next(int(line.split()[1]) for line in info if line.startswith("Pid:"))

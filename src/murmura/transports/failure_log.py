@@ -1,6 +1,7 @@
-"""Diary: what the ranks of one channel write into the store, so that a broken connection gets a name and a reason.
+"""FailureLog: what the ranks of one channel write into the store about failures, so that a broken connection becomes
+an error with a rank and a reason.
 
-Whoever reaches the store can write there; what no rank can have written is passed over.
+Whoever reaches the store can write there; entries that no rank can have written are ignored.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from murmura.errors import CollectiveMismatch, RendezvousError, TransportError
-from murmura.transports.failures import Departure, Reporter
+from murmura.transports.failures import ExitNotice, Reporter
 from murmura.transports.host import Liveness
 from murmura.transports.stalls import StallNotes
 
@@ -23,7 +24,7 @@ _ORDER = ("raised", "died", "mismatch", "lost", "timeout", "left")  # the more l
 
 
 def roll_call_seconds(waited: float) -> float:
-    """How long a rank that met a failure waits for the others to say what they know; little beside the wait itself."""
+    """How long a rank that met a failure waits for what the others know; short beside the wait that failed."""
     return min(MOST_SECONDS, FEW_SECONDS + 0.08 * waited)
 
 
@@ -32,8 +33,8 @@ def is_timeout(error: Exception) -> bool:
     return "imed out" in str(error) or "imeout" in str(error)
 
 
-class Diary:
-    """Ranks are those of the channel; the errors name those of the world."""
+class FailureLog:
+    """Exit notices and stalled calls of the ranks of a channel; errors name ranks of the world."""
 
     def __init__(self, store: Any, rank: int, world_size: int, liveness: Liveness, reporter: Reporter) -> None:
         self._store = store
@@ -41,35 +42,35 @@ class Diary:
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._liveness = liveness
         self._reporter = reporter
-        self.notes: StallNotes = _StoreNotes(self)  # those of the world, if this is the diary of a channel
+        self.notes: StallNotes = _StoreNotes(self)  # those of the world, if this is the log of a channel
 
-    def depart(self, departure: Departure) -> None:
-        """Say why this rank can no longer be waited for; must be said before its connections close."""
-        self._set(f"departed/{self._rank}", departure.to_bytes(4096))
+    def announce_exit(self, notice: ExitNotice) -> None:
+        """Write why this rank can no longer be waited for; must be written before its connections close."""
+        self._set(f"exited/{self._rank}", notice.to_bytes(4096))
 
     def cause(
         self, operation: str, waited: float = 0.0, among: Sequence[int] | None = None
     ) -> TransportError | CollectiveMismatch | None:
-        """The error that a departure or a death `among` peers means to this rank in `operation`, if one is known."""
+        """The error that an exit notice or a death `among` peers means to this rank in `operation`, if one is known."""
         peers = self._peers if among is None else [peer for peer in self._peers if peer in among]
-        dead = self._liveness.dead()  # first, so that the word of whoever left one is found below
-        told = {peer: Departure.from_bytes(text) for peer, text in self._read("departed", peers).items()}
-        departed = {peer: departure for peer, departure in told.items() if departure is not None}
-        kinds = {peer: departure.kind for peer, departure in departed.items()}
-        kinds.update({peer: "died" for peer in peers if peer in dead and peer not in departed})
+        dead = self._liveness.dead()  # first, so that the notice of a rank that left one is found below
+        told = {peer: ExitNotice.from_bytes(text) for peer, text in self._read("exited", peers).items()}
+        notices = {peer: notice for peer, notice in told.items() if notice is not None}
+        kinds = {peer: notice.kind for peer, notice in notices.items()}
+        kinds.update({peer: "died" for peer in peers if peer in dead and peer not in notices})
         if not kinds:
             return None
         peer = min(kinds, key=lambda each: _ORDER.index(kinds[each]))
         if kinds[peer] == "died":
             return self._reporter.lost(peer, operation)
-        return self._reporter.departed(departed[peer], peer, operation, waited)
+        return self._reporter.peer_exited(notices[peer], peer, operation, waited)
 
     def explain(
         self, call: str, operation: str, waited: float, *, awaited: Sequence[int], timed_out: bool, told: object
     ) -> TransportError | CollectiveMismatch:
-        """Ask around after a failure in `call`, when this rank had waited for `awaited`; `told` is what torch said.
+        """The error that a failure in `call` means, when this rank had waited for `awaited`; `told` is torch's error.
 
-        Returns at once when a departure or a death explains it; else when all have said what they were calling, or
+        Returns at once when an exit notice or a death explains it; else when all have said what they were calling, or
         after `roll_call_seconds`.
         """
         if timed_out:
@@ -115,16 +116,16 @@ class Diary:
 
 
 class _StoreNotes:
-    """The stall notes of a world, in the store of its diary."""
+    """The stall notes of a world, in the store of its failure log."""
 
-    def __init__(self, diary: Diary) -> None:
-        self._diary = diary
+    def __init__(self, log: FailureLog) -> None:
+        self._log = log
 
     def tell(self, awaited: Sequence[int]) -> None:
-        self._diary._set(f"waits/{self._diary._reporter.own}", json.dumps(list(awaited)).encode())
+        self._log._set(f"waits/{self._log._reporter.own}", json.dumps(list(awaited)).encode())
 
     def awaited_by(self, rank: int) -> Sequence[int]:
-        told = self._diary._read("waits", [rank]).get(rank, b"[]")
+        told = self._log._read("waits", [rank]).get(rank, b"[]")
         try:
             awaited = json.loads(told)
         except (ValueError, RecursionError):

@@ -1,15 +1,15 @@
-"""The parts of a hierarchical transport, and which rank has which: pure plans, and how the parts are joined."""
+"""The groups a hierarchical transport consists of: which ranks belong to each, and how a rank joins them."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from murmura.errors import PeerTimeout, RendezvousError, TransportError
-from murmura.transports.diary import Diary, is_timeout
+from murmura.transports.failure_log import FailureLog, is_timeout
+from murmura.transports.objects import broadcast_bytes
 from murmura.transports.process_group import ProcessGroupTransport
 from murmura.transports.rendezvous import Store, under
 from murmura.transports.shared_memory import SharedMemoryTransport
@@ -21,26 +21,26 @@ SEGMENTS_AHEAD = 2
 """Segments given to the network before the first of them is waited for: one on its way, one ready to follow."""
 
 
-class Part(ProcessGroupTransport):
-    """A process group that is part of a transport, which knows more: it explains a failure and leaves word of it."""
+class ManagedGroup(ProcessGroupTransport):
+    """A process group inside another transport, which explains its failures and announces exits in its place."""
 
     @property
-    def diary(self) -> Diary:
-        assert self._diary is not None  # it was joined on a store
-        return self._diary
+    def failure_log(self) -> FailureLog:
+        assert self._failure_log is not None  # it was joined on a store
+        return self._failure_log
 
     def abort(self, error: BaseException) -> None:
-        if self._failure is None:
-            self._failure = error
+        if self.failure is None:
+            self.failure = error
 
     def break_off(self, error: BaseException) -> None:
-        """Fail, and close the connections: what waits here ends, and peers that wait for this rank wait no more."""
+        """Fail, and close the connections, so that waits here and waits of peers for this rank end."""
         self.abort(error)
-        if not self._closed:
+        if not self.closed:
             self._break_off()
 
     def _explain(self, error: Exception, waited: float) -> Exception:
-        return (PeerTimeout if is_timeout(error) else TransportError)(str(error), rank=self._reporter.own)
+        return (PeerTimeout if is_timeout(error) else TransportError)(str(error), rank=self.reporter.own)
 
 
 def members_of(hosts: Sequence[int], rank: int) -> list[int]:
@@ -61,20 +61,19 @@ def cut(flat: Tensor) -> Sequence[Tensor]:
     return [flat[start : start + step] for start in range(0, flat.numel(), step)]
 
 
-def share_memory(across: Part) -> SharedMemoryTransport:
-    """Meet the other ranks of this host under a name that nobody else can know."""
-    name = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8)
-    across.broadcast(name, 0)
+def share_memory(across: ManagedGroup) -> SharedMemoryTransport:
+    """Join the other ranks of this host under a name that nobody else can know."""
+    name = broadcast_bytes(across, secrets.token_bytes(16)).hex()
     members, host = members_of(across.hosts, across.rank), across.hosts[across.rank]
     try:
         return SharedMemoryTransport.join(
-            f"{bytes(name.tolist()).hex()}:{host}",
+            f"{name}:{host}",
             members.index(across.rank),
             len(members),
             hosts=[host] * len(members),
             timeout=across.timeout,
             world_ranks=[across.world_ranks[member] for member in members],
-            watch=lambda: across.diary.cause("the rendezvous"),
+            watch=lambda: across.failure_log.cause("the rendezvous"),
         )
     except RendezvousError as error:
         near = [across.world_ranks[member] for member in members]
@@ -85,12 +84,12 @@ def share_memory(across: Part) -> SharedMemoryTransport:
         ) from error
 
 
-def join_leaders(store: Store, across: Part, backend: str) -> Part | None:
+def join_leaders(store: Store, across: ManagedGroup, backend: str) -> ManagedGroup | None:
     """The group of the leaders, on a leader; None elsewhere, and where there is one host only."""
     leaders = leaders_of(across.hosts)
     if across.rank not in leaders or len(leaders) == 1:
         return None
-    return Part.join(
+    return ManagedGroup.join(
         under(store, "between"),
         leaders.index(across.rank),
         len(leaders),
@@ -98,5 +97,5 @@ def join_leaders(store: Store, across: Part, backend: str) -> Part | None:
         timeout=across.timeout,
         name=f"{across.name}/leaders",
         world_ranks=[across.world_ranks[leader] for leader in leaders],
-        watch=lambda: across.diary.cause("the rendezvous"),
+        watch=lambda: across.failure_log.cause("the rendezvous"),
     )

@@ -1,7 +1,7 @@
-"""Lists of tensors as flat buffers, and what must be known of a list to do so.
+"""The layout of a list of tensors, which all ranks must agree on, and the flat buffers that the list is packed into.
 
-Tensors of one dtype on one device form a *group* and travel in one flat buffer. Devices are numbered in the order
-in which a list comes to them, for their names differ from rank to rank (cuda:0 here is cuda:1 there).
+Devices are numbered in the order in which they occur in the list, because their names differ from rank to rank (cuda:0
+here is cuda:1 there).
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from murmura.agreement import first_difference, texts_if_different
+from murmura.buckets.flat import FlatTensors
 from murmura.transports.base import Transport
 from murmura.transports.checks import describe
+from murmura.transports.failures import mismatch
 
 
 class Slot(NamedTuple):
-    """What one tensor of a list is; a list of them is a layout."""
+    """Dtype, shape and device of one tensor of a list; a list of slots is a layout."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,15 +53,6 @@ def layout_of(tensors: Sequence[Tensor]) -> list[Slot]:
     ]
 
 
-def to_bytes(text: str, device: torch.device) -> Tensor:
-    """`text` as it is sent: a uint8 tensor on `device`."""
-    return torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-
-
-def from_bytes(data: Tensor) -> str:
-    return bytes(data.tolist()).decode()
-
-
 def to_json(layout: Sequence[Slot]) -> str:
     return json.dumps(layout)
 
@@ -71,12 +65,34 @@ def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def groups_of(layout: Sequence[Slot]) -> list[list[int]]:
-    """The indices of each group's tensors; equal layouts give equal groups on every rank."""
-    groups: dict[tuple[str, int], list[int]] = {}
-    for index, slot in enumerate(layout):
-        groups.setdefault((slot.dtype, slot.device_number), []).append(index)
-    return list(groups.values())
+def check_same_layout(transport: Transport, call: str, layout: Sequence[Slot], *, abstains: bool = False) -> None:
+    """Raise `CollectiveMismatch` on every rank, and abort the transport, if the ranks hold different layouts.
+
+    A rank that `abstains` takes part and goes by the others' layout.
+    """
+    texts = texts_if_different(transport, [call, *map(str, layout)], abstains=abstains)
+    if texts is None:
+        return
+    differing = first_difference([text for text in texts if text], start=1)
+    lines = [_in_a_line(text, differing) if text else "an empty list, which suits any" for text in texts]
+    ranks = transport.world_ranks
+    error = mismatch(ranks[transport.rank], call, dict(zip(ranks, lines, strict=True)))
+    transport.abort(error)
+    raise error
+
+
+def _in_a_line(text: Sequence[str], differing: int | None) -> str:
+    """A rank's call, its number of tensors, and the first tensor that is not the same everywhere."""
+    line = f"{text[0]} of {len(text) - 1} tensor{'s' * (len(text) != 2)}"
+    if differing is not None:
+        at = differing - 1
+        line += f"; [{at}] is {text[differing]}" if differing < len(text) else f"; there is no [{at}]"
+    return line
+
+
+def _keys(layout: Sequence[Slot]) -> list[tuple[str, int]]:
+    """What groups the tensors: equal layouts give equal groups on every rank."""
+    return [(slot.dtype, slot.device_number) for slot in layout]
 
 
 class FlatBuffers:
@@ -88,14 +104,12 @@ class FlatBuffers:
 
     def pack(self, tensors: Sequence[Tensor], layout: Sequence[Slot]) -> list[Tensor]:
         """A flat copy of each group, good until the next call."""
-        flats = []
-        for indices in groups_of(layout):
-            first = tensors[indices[0]]
-            numel = sum(tensors[index].numel() for index in indices)
-            flat = self._take(numel, first.dtype, first.device, layout[indices[0]].device_number)
-            for index, part in zip(indices, parts_of(flat, tensors, indices), strict=True):
-                part.copy_(tensors[index].detach())
-            flats.append(flat)
+        packing = FlatTensors(tensors, _keys(layout))
+        flats = [
+            self._take(group.numel, group.dtype, group.device, layout[group.members[0]].device_number)
+            for group in packing.groups
+        ]
+        packing.read(flats)
         return flats
 
     def _take(self, numel: int, dtype: torch.dtype, device: torch.device, device_number: int) -> Tensor:
@@ -106,16 +120,8 @@ class FlatBuffers:
         return kept[:numel]
 
 
-def parts_of(flat: Tensor, tensors: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
-    """Views of `flat`, each with the shape of its tensor."""
-    parts = torch.split(flat, [tensors[index].numel() for index in indices])
-    return [part.view(tensors[index].shape) for index, part in zip(indices, parts, strict=True)]
-
-
 def unpack(flats: Sequence[Tensor], likes: Sequence[Tensor], layout: Sequence[Slot]) -> list[Tensor]:
     """New tensors of the shapes, strides and devices of `likes`, filled from the flat buffers."""
     filled = [torch.empty_like(like) for like in likes]
-    for flat, indices in zip(flats, groups_of(layout), strict=True):
-        for index, part in zip(indices, parts_of(flat, likes, indices), strict=True):
-            filled[index].copy_(part)
+    FlatTensors(filled, _keys(layout)).write(flats)
     return filled

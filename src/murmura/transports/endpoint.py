@@ -1,0 +1,226 @@
+"""Endpoint: one rank's end of a channel, before it has operations: its place in the world and its life.
+
+It runs operations one at a time (`run_operation`), fails once (`abort`), closes once (`close`), and passes all that on
+to the channels split off it (`keep_split`). `Transport` inherits it and adds the operations.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from murmura.errors import ConfigError, TransportClosed, UsageError
+from murmura.observe.recorder import Probe
+from murmura.transports.checks import check_timeout
+from murmura.transports.failures import ExitNotice, Reporter
+from murmura.transports.listeners import CollectiveListeners
+from murmura.transports.serial_executor import SerialExecutor, Ticket
+
+
+class Endpoint:
+    """See the module; the attributes are listed at `Transport`."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        hosts: Sequence[int] | None = None,
+        timeout: float = 600.0,
+        name: str = "",
+        world_ranks: Sequence[int] | None = None,
+    ) -> None:
+        """`world_ranks[r]` is what rank r is called in the world, if this is a channel or a subgroup of it."""
+        check_timeout(timeout, ConfigError)
+        self.rank = rank
+        self.world_size = world_size
+        self.hosts: Sequence[int] = tuple(hosts) if hosts is not None else (0,) * world_size
+        self.timeout = timeout
+        self.name = name or "world"
+        self.world_ranks: Sequence[int] = tuple(range(world_size) if world_ranks is None else world_ranks)
+        self.reporter = Reporter(rank, self.world_ranks)
+        self.failure: BaseException | None = None
+        self.closed = False
+        self.operation = ""
+        self._executor = SerialExecutor(f"{self.name}-rank{rank}")
+        self._executor.close_with(self)  # if it is dropped without being closed
+        self._num_collectives = 0
+        self._splits: weakref.WeakSet[Any] = weakref.WeakSet()  # kept alive by whoever uses them
+        self._failures: list[BaseException] = []  # of this endpoint and all that was split off
+        self._ranks_in_parent: Sequence[int] = range(world_size)  # by rank here, if this was split off
+        self._probe: Probe | None = None
+        self._listeners = CollectiveListeners()  # shared with what is split off
+        self._store_served: Any = None  # that lives as long as this, if this rank serves it
+
+    # Closing and failing
+
+    def close(self) -> None:
+        """Leave the world; peers that still wait for this rank get `PeerLost`. May be called again."""
+        if self.closed:
+            return
+        self.closed = True
+        for split in list(self._splits):
+            split.close()
+        self.on_close()
+        self._executor.close()
+        self.release()
+
+    def abort(self, error: BaseException) -> None:
+        """Poison the transport because of `error`, so that peers learn the cause before `close` ends it."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        self._failures.append(error)
+        self.on_abort(error)
+        for split in list(self._splits):
+            split.abort(error)
+
+    def on_close(self) -> None:
+        """End the waits under way in this rank, and tell the peers that it leaves (`exit_notice`)."""
+        return
+
+    def on_abort(self, error: BaseException) -> None:
+        """End the waits under way in this rank, and tell the peers why it fails."""
+        return
+
+    def release(self) -> None:
+        """Free what this rank holds; no operation runs any more."""
+        return
+
+    def exit_notice(self) -> ExitNotice:
+        """What to tell the peers when this rank closes: the first failure, also of a channel, or that it left."""
+        own = self.reporter.own
+        return ExitNotice.of(self._failures[0], own) if self._failures else ExitNotice(own)
+
+    @property
+    def failed(self) -> bool:
+        """Whether an operation has failed, so that the transport is of no use any more."""
+        return self.failure is not None
+
+    def check_usable(self, operation: str = "") -> None:
+        """Raise if this transport has failed or was closed."""
+        if self.failure is not None:
+            raise self.reporter.again(self.failure, operation) from self.failure
+        if self.closed:
+            rank = self.reporter.own
+            raise TransportClosed(
+                f"rank {rank} closed this transport ({self.name}) before the call. Make a new one with connect().",
+                rank=rank,
+                operation=operation or None,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abort(error)
+        self.close()
+
+    # Channels and observers
+
+    def keep_split(self, split: Endpoint, members: Sequence[int] | None) -> None:
+        """Close, abort and observe `split` together with this; `members` are its ranks here, None for all."""
+        self._splits.add(split)
+        split._failures = self._failures
+        if split.world_size == self.world_size:
+            split._listeners = self._listeners
+        if members is not None:
+            split._ranks_in_parent = members
+        if self._probe is not None:
+            split.observe(self._probe.within(split._ranks_in_parent))
+
+    def observe(self, probe: Probe | None) -> None:
+        """Report operations and waiting to `probe`, here and on what is split off now or later; None ends it."""
+        self._probe = probe
+        self.observe_waiting(probe)
+        for split in list(self._splits):
+            split.observe(None if probe is None else probe.within(split._ranks_in_parent))
+
+    def observe_waiting(self, probe: Probe | None) -> None:
+        """Report to `probe` which peers operations wait for; a transport that cannot tell does nothing."""
+        return
+
+    def before_collectives(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call `listener`, a bound method, before each collective, also on channels; returns what removes it.
+
+        It runs in the thread that calls the collective, and may itself communicate on another channel. The method is
+        held weakly.
+        """
+        return self._listeners.add(listener)
+
+    def announce(self) -> None:
+        """Tell the listeners that a collective is about to begin, unless it is part of another operation."""
+        if self._listeners.members and not self._executor.runs_here():
+            self._listeners.notify()
+
+    def without_listeners(self) -> Self:
+        """The same transport, on which operations are no longer announced: for listeners to communicate on."""
+        self._listeners = CollectiveListeners()
+        for split in self._splits:
+            split.without_listeners()
+        return self
+
+    # Operations
+
+    def run_operation(self, name: str, work: Callable[[], Any], async_op: bool, sent: Sequence[Tensor] = ()) -> Any:
+        """Run `work`, which sends `sent`, as operation `name` in its turn; return its result, or a `Ticket`.
+
+        Listeners and observers are told of it, unless it is part of another operation.
+        """
+        if name != "exchange":
+            self.announce()
+        probe = self._probe
+        if probe is not None and not self._executor.runs_here():
+            work = probe.operation(name, sent, work, in_background=async_op)
+        return self.run_in_turn(name, work, async_op)
+
+    def run_in_turn(self, name: str, work: Callable[[], Any], async_op: bool = False) -> Any:
+        """Run `work` after all that was called before: here, or in the communication thread if `async_op`."""
+        if async_op:
+            return self.submit(name, work)
+        return self._executor.run(lambda: self._perform(name, work))
+
+    def submit(self, name: str, work: Callable[[], Any]) -> Ticket:
+        """Queue an operation for the communication thread; it runs in the caller's CUDA stream and inference mode."""
+        inference = torch.is_inference_mode_enabled()
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+        def perform() -> Any:
+            with torch.inference_mode(inference), torch.cuda.stream(stream):
+                return self._executor.run(lambda: self._perform(name, work))
+
+        return self._executor.submit(f"{name} on rank {self.rank}", perform)
+
+    def submit_job(self, what: str, work: Callable[[], Any]) -> Ticket:
+        """Queue `work` for the communication thread; operations that it calls run there at once, as if called alone."""
+        return self._executor.submit(what, work)
+
+    def _perform(self, name: str, work: Callable[[], Any]) -> Any:
+        outermost = not self.operation
+        number = self._num_collectives + (name != "exchange")
+        operation = name if name == "exchange" else f"{name} #{number}"
+        self.check_usable(operation)
+        if outermost:
+            self._num_collectives, self.operation = number, operation
+        try:
+            return work()
+        except (UsageError, ConfigError):  # refused before anything was sent
+            raise
+        except BaseException as error:  # whatever it was, this rank is now out of step with the others
+            self.abort(error)
+            raise
+        finally:
+            if outermost:
+                self.operation = ""
+
+    def seconds(self, timeout: float | None) -> float:
+        """The deadline of a call in seconds: its own `timeout`, or the transport's."""
+        return self.timeout if timeout is None else timeout
