@@ -21,7 +21,7 @@ from murmura.errors import ConfigError, PeerTimeout, TransportError, UsageError
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.challenge import prove_to_each_other
-from murmura.transports.checks import Check, check_members, check_timeout, describe_exchange, flatten
+from murmura.transports.checks import Check, check_timeout, describe_exchange, flatten
 from murmura.transports.checks import store as bring_back
 from murmura.transports.failure_log import FailureLog
 from murmura.transports.failures import ExitNotice, Reporter, WaitDeadline
@@ -93,7 +93,6 @@ class ProcessGroupTransport(Transport):
             self._failure_log = FailureLog(self._store, rank, world_size, self._liveness, self.reporter)
         self._group_store: Store | None = None  # torch does not keep alive what it was handed
         self._owns_group = False
-        self._split_counts: dict[Any, int] = {}
         self._call = ""  # in words, of the operation under way
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._awaited = self._peers  # whom it waits for
@@ -153,19 +152,15 @@ class ProcessGroupTransport(Transport):
             bring_back(flat, out)
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> ProcessGroupTransport | None:
-        members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
-        check_members(members, self.world_size)
-        self.check_usable()
-        if self.rank not in members:
+        members = self.split_members(ranks)
+        if members is None:
             return None
         if self._store is None:
             raise UsageError(
                 "this process group does not give its store, so no channel can be split off. "
                 "Pass it: ProcessGroupTransport(group, store=store), or make the transport with join() or connect()."
             )
-        # The k-th split of a name is one channel on every member, whatever else they split in between.
-        ordinal = self._split_counts[name, members] = self._split_counts.get((name, members), 0) + 1
-        label = f"split/{name}/{'-'.join(map(str, members))}/{ordinal}"
+        label = f"split/{name}/{'-'.join(map(str, members))}/{self.split_ordinal(name, members)}"
         failure_log = self._failure_log
         assert failure_log is not None  # there is a store
         try:
@@ -175,10 +170,7 @@ class ProcessGroupTransport(Transport):
                 len(members),
                 backend=self._backend,
                 check=self.check,
-                timeout=self.timeout,
-                hosts=[self.hosts[member] for member in members],
-                name=f"{self.name}/{name}",
-                world_ranks=[self.world_ranks[member] for member in members],
+                **self.split_options(name, members),
                 watch=lambda: failure_log.cause(f"split({name!r})", among=members),
             )
         except (UsageError, ConfigError):

@@ -22,7 +22,7 @@ from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportE
 from murmura.observe.recorder import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
-from murmura.transports.checks import check_members, describe_exchange
+from murmura.transports.checks import describe_exchange
 from murmura.transports.failures import ExitNotice, WaitDeadline, mismatch
 from murmura.transports.hierarchical import groups
 from murmura.transports.hierarchical.groups import SEGMENTS_AHEAD, ManagedGroup, cut
@@ -70,7 +70,6 @@ class HierarchicalTransport(Transport):
         self._place = {member: place for place, member in enumerate(self._members)}  # of a rank on this host
         self._others = [rank for rank in range(self.world_size) if rank != self.rank]
         self._neighbours = [rank for rank in self._members if rank != self.rank]
-        self._split_counts: dict[Any, int] = {}
         self._call, self._began = "", 0.0  # of the operation under way: what was called, and when
 
     @classmethod
@@ -117,10 +116,8 @@ class HierarchicalTransport(Transport):
     # Transport's contract
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> Transport | None:
-        members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
-        check_members(members, self.world_size)
-        self.check_usable()
-        if self.rank not in members:
+        members = self.split_members(ranks)
+        if members is None:
             return None
         split: Transport | None = self.run_in_turn("exchange", lambda: self._split(name, members))
         return split
@@ -293,20 +290,15 @@ class HierarchicalTransport(Transport):
             self.keep_split(inside, members)
             return inside
         agreement.on_split(self, name, members)
-        # The k-th split of a name is one channel on every member, whatever else they split in between.
-        ordinal = self._split_counts[name, members] = self._split_counts.get((name, members), 0) + 1
+        ordinal = self.split_ordinal(name, members)
         store = under(self._store, f"split/{name}/{'-'.join(map(str, members))}/{ordinal}")
         rank, size = members.index(self.rank), len(members)
-        hosts = [self.hosts[member] for member in members]
         options: dict[str, Any] = {
-            "timeout": self.timeout,
-            "hosts": hosts,
-            "name": f"{self.name}/{name}",
-            "world_ranks": [self.world_ranks[member] for member in members],
+            **self.split_options(name, members),
             "watch": lambda: self._across.failure_log.cause(f"split({name!r})", among=members),
         }
         split: Transport
-        if len(set(hosts)) == size:
+        if len(set(options["hosts"])) == size:
             split = ProcessGroupTransport.join(store, rank, size, backend=self._backend, check=self.check, **options)
         else:
             split = self._build(
