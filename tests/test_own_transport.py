@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -84,11 +85,25 @@ def test_closing_ends_channels_and_what_waits_on_them(page: dict[str, Any]) -> N
     transport = page["QueueTransport"]({}, 0, 2, timeout=SECONDS)
     channel = transport.channel("side")
     ticket = channel.irecv(torch.zeros(1), 1)
+    while not channel.operation:
+        os.sched_yield()
     transport.close()
     with pytest.raises(TransportClosed):
         ticket.wait(SECONDS)
     with pytest.raises(TransportClosed):
         channel.barrier()
+
+
+def test_peers_hear_of_an_abort_before_the_rank_closes(page: dict[str, Any]) -> None:
+    queues: dict[Any, Any] = {}
+    first, second = (page["QueueTransport"](queues, rank, 2, timeout=SECONDS) for rank in range(2))
+    channels = [first.channel("side"), second.channel("side")]
+    first.abort(ValueError("the data is bad"))
+    for each in (second, channels[1]):
+        with pytest.raises(PeerLost, match="the data is bad"):
+            each.recv(torch.zeros(1), 0)
+    first.close()
+    second.close()
 
 
 def test_waits_end_and_bad_arguments_are_refused(page: dict[str, Any]) -> None:

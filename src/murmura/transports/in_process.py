@@ -282,5 +282,5 @@ class InProcessTransport(Transport):
                     called = "an exchange" if state.awaits[peer] == self.rank else state.last_call(peer)
                     calls[peer] = f"{called}, waiting for rank {reporter.own}"
                     raise reporter.mismatch(operation, calls)
-            deadline.check(state.at_fault(awaited) if deadline.left <= 0 else awaited)
-            state.changed.wait(max(0.001, min(deadline.left, 1.0)))
+            deadline.check(state.at_fault(awaited) if deadline.remaining <= 0 else awaited)
+            state.changed.wait(max(0.001, min(deadline.remaining, 1.0)))

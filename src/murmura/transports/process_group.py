@@ -7,7 +7,6 @@ do, it does; the rest is built on `exchange`. Its failures are translated: who, 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Self
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from murmura.collectives import ring
+from murmura.collectives.deadline import Deadline
 from murmura.errors import ConfigError, PeerTimeout, TransportError, UsageError
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
@@ -243,7 +243,7 @@ class ProcessGroupTransport(Transport):
         if async_op or self._on_cuda or self._executor.in_thread():
             return super().run_in_turn(name, work, async_op)
         ticket = self.submit(name, work)
-        deadline = WaitDeadline(self.reporter, name, float("inf"))
+        deadline = WaitDeadline(self.reporter, name)
         try:
             while not ticket.await_end(1.0):
                 deadline.check(self._peers)
@@ -281,13 +281,11 @@ class ProcessGroupTransport(Transport):
         self._await(start, timeout)
 
     def _exchange_checked(self, outgoing: Pairs, incoming: Pairs, sends: Pairs, recvs: Pairs, timeout: float) -> None:
-        began = time.monotonic()
-
-        def wait(work: Any) -> None:
-            work.wait(timedelta(seconds=max(0.001, began + timeout - time.monotonic())))
-
-        with self._translated(began):
-            agreement.exchange(self._group, wait, outgoing, incoming, sends, recvs, self.reporter)
+        deadline = Deadline(timeout)
+        with self._translated(deadline):
+            agreement.exchange(
+                self._group, lambda work: _wait(work, deadline), outgoing, incoming, sends, recvs, self.reporter
+            )
 
     def stream(
         self, outgoing: Tensor, dst: int, incoming: Tensor, src: int, *, timeout: float | None = None
@@ -297,21 +295,20 @@ class ProcessGroupTransport(Transport):
             self.move([(outgoing, dst)], [(incoming, src)], self.seconds(timeout))
             yield 0, incoming.numel()
             return
-        began = time.monotonic()
-        deadline = began + self.seconds(timeout)
+        deadline = Deadline(self.seconds(timeout))
         step = max(1, _PART_BYTES // outgoing.element_size())
         parts = [(start, min(start + step, incoming.numel())) for start in range(0, incoming.numel(), step)]
-        with self._translated(began):
+        with self._translated(deadline):
             receives = [self._group.recv([incoming[start:stop].view(torch.uint8)], src, 0) for start, stop in parts]
             sends = [
                 self._group.send([outgoing[start : start + step].view(torch.uint8)], dst, 0)
                 for start in range(0, outgoing.numel(), step)
             ]
             for work, bounds in zip(receives, parts, strict=True):
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                _wait(work, deadline)
                 yield bounds
             for work in sends:
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                _wait(work, deadline)
 
     def _start_coalesced(self, sends: Pairs, recvs: Pairs) -> Any:
         # A group of torch.distributed asks for the device; a bare backend, as `join` builds it, has one.
@@ -325,19 +322,18 @@ class ProcessGroupTransport(Transport):
 
     def _await(self, start: Callable[[timedelta], Any], timeout: float | None) -> None:
         """Start works of the group and wait for all of them; their failure becomes one of ours."""
-        seconds = self.seconds(timeout)
-        began = time.monotonic()
-        with self._translated(began):
-            works = start(timedelta(seconds=seconds))
+        deadline = Deadline(self.seconds(timeout))
+        with self._translated(deadline):
+            works = start(timedelta(seconds=deadline.timeout))
             for work in works if isinstance(works, list) else [works]:
-                work.wait(timedelta(seconds=max(0.001, began + seconds - time.monotonic())))
+                _wait(work, deadline)
 
     @contextlib.contextmanager
-    def _translated(self, began: float) -> Iterator[None]:
+    def _translated(self, deadline: Deadline) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            waited = time.monotonic() - began
+            waited = deadline.waited
             if self.failure is not None:  # aborted meanwhile, or closed, which is the cause
                 raise self.reporter.aborted(self.failure, self.operation, waited) from error
             if self.closed:
@@ -365,6 +361,10 @@ class ProcessGroupTransport(Transport):
 def is_timeout(error: Exception) -> bool:
     """Whether an error of torch's says that a time was up."""
     return "imed out" in str(error) or "imeout" in str(error)
+
+
+def _wait(work: Any, deadline: Deadline) -> None:
+    work.wait(timedelta(seconds=deadline.left() or 0.001))
 
 
 def _limited(options: Any, limit: timedelta) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from murmura.collectives.ring import Deadline
+from murmura.collectives.deadline import Deadline
 from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportError
 from murmura.observe.recorder import Probe
 from murmura.transports import agreement
@@ -26,6 +26,7 @@ from murmura.transports.checks import describe_exchange
 from murmura.transports.failures import ExitNotice, WaitDeadline, mismatch
 from murmura.transports.hierarchical import groups
 from murmura.transports.hierarchical.groups import SEGMENTS_AHEAD, ManagedGroup, cut
+from murmura.transports.host import leaders_of, members_of
 from murmura.transports.process_group import Check, ProcessGroupTransport
 from murmura.transports.rendezvous import Store, under
 from murmura.transports.serial_executor import Ticket
@@ -65,8 +66,8 @@ class HierarchicalTransport(Transport):
         self.check = parse(Check, check, "check")
         self._store, self._backend = store, backend
         self._across, self._inside, self._between = across, inside, between
-        self._leaders = groups.leaders_of(self.hosts)
-        self._members = groups.members_of(self.hosts, self.rank)
+        self._leaders = leaders_of(self.hosts)
+        self._members = members_of(self.hosts, self.rank)
         self._place = {member: place for place, member in enumerate(self._members)}  # of a rank on this host
         self._others = [rank for rank in range(self.world_size) if rank != self.rank]
         self._neighbours = [rank for rank in self._members if rank != self.rank]
@@ -188,7 +189,7 @@ class HierarchicalTransport(Transport):
         deadline = Deadline(self.seconds(timeout))
         self.compare_calls(call, timeout)
         at_home = src in self._place
-        home = self._leaders.index(groups.members_of(self.hosts, src)[0])
+        home = self._leaders.index(members_of(self.hosts, src)[0])
         segments = cut(flat.view(torch.uint8))
         copies = []
         for segment in segments:
@@ -331,7 +332,7 @@ class HierarchicalTransport(Transport):
         return group.submit(name, guarded)
 
     def _await(self, ticket: Ticket, awaited: Sequence[int] | None = None) -> None:
-        deadline = WaitDeadline(self.reporter, self.operation, float("inf"))  # the operation has a deadline of its own
+        deadline = WaitDeadline(self.reporter, self.operation)  # the operation has a deadline of its own
         with self._explained(self._others):
             while not ticket.await_end(1.0):
                 deadline.check(self._others if awaited is None else awaited)
