@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+from murmura.collectives.deadline import Deadline
 from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportClosed, TransportError
 from murmura.transports.stalls import StallNotes, at_fault, grace_seconds
 
@@ -237,29 +237,25 @@ class Reporter:
         return error
 
 
-class WaitDeadline:
-    """How long one wait may still last; warns when it has become long, ever less often.
-
+class WaitDeadline(Deadline):
+    """The deadline of one wait for peers; it warns when the wait has become long, each time after twice as long.
 
     With `notes` a wait whose time is up goes on for a grace, in which whoever is awaited may tell why it does not come.
     """
 
-    def __init__(self, reporter: Reporter, operation: str, timeout: float, notes: StallNotes | None = None) -> None:
+    def __init__(
+        self, reporter: Reporter, operation: str, timeout: float | None = None, notes: StallNotes | None = None
+    ) -> None:
+        super().__init__(timeout)
         self._reporter = reporter
         self._operation = operation
-        self._began = time.monotonic()
-        self._timeout = timeout
         self._notes = notes
         self._grace = 0.0
         self._warn_after = STALL_SECONDS
 
     @property
-    def waited(self) -> float:
-        return time.monotonic() - self._began
-
-    @property
-    def left(self) -> float:
-        return self._timeout + self._grace - self.waited
+    def remaining(self) -> float:
+        return super().remaining + self._grace
 
     def end(self) -> None:
         """Nobody is awaited any more."""
@@ -269,17 +265,17 @@ class WaitDeadline:
     def check(self, awaited: Sequence[int], state: str = "", *, certain: bool = False) -> None:
         """Raise `PeerTimeout` if the time is up, without a grace if `certain`; warn if the wait has become long."""
         waited = self.waited
-        if waited >= self._timeout + self._grace:
+        if waited >= self.timeout + self._grace:
             if self._notes is not None and not self._grace:
                 self._notes.tell(self._reporter.names(awaited))
                 if not certain:
-                    self._grace = grace_seconds(self._timeout)
+                    self._grace = grace_seconds(self.timeout)
                     return
             raise self._reporter.timed_out(awaited, self._operation, waited, state, self._notes)
         if waited >= self._warn_after:
             self._warn_after *= 2
             log.warning(
                 "rank %d has waited %.0f s for %s in %s; it gives up after %.0f s.%s",
-                self._reporter.own, waited, _name(self._reporter.names(awaited)), self._operation, self._timeout,
+                self._reporter.own, waited, _name(self._reporter.names(awaited)), self._operation, self.timeout,
                 f" {state}" if state else "",
             )  # fmt: skip
