@@ -11,7 +11,7 @@ import typer
 
 from murmura import ConfigError
 from murmura.algorithms import algorithm_names
-from murmura.recovery import Checkpointer
+from murmura.checkpoint import Checkpointer
 from murmura.tools.cli.completion import among
 from murmura.tools.cli.failures import exit_on_error
 from murmura.tools.cli.live_view import showing

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
+from murmura.checkpoint import Checkpointer
+from murmura.checkpoint.stateful import Stateful
 from murmura.errors import ConfigError
 from murmura.launch import run_world
 from murmura.observe import JSONLines, Observer, merge_traces
-from murmura.recovery import Checkpointer
-from murmura.recovery.stateful import Stateful
 from murmura.tools.experiments.loop import Training
 from murmura.tools.experiments.runs import FAILED, FINISHED, INTERRUPTED, RUNNING, RunFolder, described
 from murmura.tools.experiments.settings import TrainSettings
