@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from murmura.errors import ConfigError
-from murmura.observe.recorder import Probe
+from murmura.observe.probe import Probe
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.order import Ticket
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from murmura.collectives.reduction import Reduction
 from murmura.errors import ConfigError
-from murmura.observe.recorder import Probe
+from murmura.observe.probe import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_members, check_timeout, describe, store
