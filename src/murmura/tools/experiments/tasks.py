@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from murmura.errors import ConfigError
-from murmura.tools.experiments.texts import VOCABULARY, documentation
+from murmura.tools.experiments.python_docs import VOCABULARY, python_docs
 from murmura.tools.experiments.transformer import Transformer, initialise
 
 Batch = tuple[Tensor, Tensor]
@@ -175,7 +175,7 @@ class CharLM(Task):
         return Transformer(len(VOCABULARY), self.context, self.width, self.layers, heads=4)
 
     def _batch(self, rank: int, generator: torch.Generator) -> Batch:
-        text = documentation()
+        text = python_docs()
         split = len(text) * 9 // 10
         part = text[split:] if rank == HELD_OUT else text[:split]
         starts = torch.randint(len(part) - self.context - 1, (self.batch_size,), generator=generator)
