@@ -102,7 +102,7 @@ def test_a_healthy_machine_needs_no_advice(check: Callable[[Any], list[Finding]]
         (memory.check, replace(MEMORY, limit_bytes=8 * GIB), "note", "allows 8.0 GiB", "docker run --memory"),
         (memory.check, replace(MEMORY, limit_bytes=GIB // 2), "warning", "allows 0.5 GiB", "raise it"),
         (memory.check, memory.MemoryFacts(total_bytes=None), "note", "unknown", "room"),
-        (shared_memory.check, replace(SHARED, supported=False), "note", "not available on this system", "kind='threads'"),
+        (shared_memory.check, replace(SHARED, supported=False), "note", "not available on this", "kind='threads'"),
         (shared_memory.check, replace(SHARED, faults={"pidfd": "no"}), "broken", "no pidfd", "seccomp"),
         (shared_memory.check, replace(SHARED, address_space_bytes=48 * GIB), "broken", "too little", "ulimit -v"),
         (shared_memory.check, replace(SHARED, address_space_bytes=200 * GIB), "warning", "6 ranks", "ulimit -v"),

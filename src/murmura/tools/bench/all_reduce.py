@@ -166,7 +166,7 @@ def measure(
     for index, size in enumerate(sizes_bytes):
         tell(Progress(index, 0.0))
         samples[size] = take_turns(transport, prepare(transport, methods, size), seconds, tell, index)
-    transport.barrier()  # nobody leaves while a peer may still need it
+    transport.barrier()  # no rank may leave while a peer still needs it
     return samples
 
 

@@ -232,7 +232,7 @@ def measure(
         for each in contestants:
             if each.method.averages:
                 check_in_step(transport, each.module, each.name)
-        transport.barrier()  # nobody leaves while a peer may still need it
+        transport.barrier()  # no rank may leave while a peer still needs it
     return samples
 
 

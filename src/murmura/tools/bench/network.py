@@ -294,7 +294,7 @@ def measure(
         for each in contestants:
             if stays_together(each.name):
                 check_in_step(transport, each.module, each.name)
-        transport.barrier()  # nobody leaves while a peer may still need it
+        transport.barrier()  # no rank may leave while a peer still needs it
     return found
 
 

@@ -138,7 +138,7 @@ def compare_as_rank(transport: Transport, spec: ComparisonSpec, link: str, folde
         if transport.rank == 0:
             per_step = wire_bytes[name] / spec.num_steps if in_lab else None
             run.write(_described(spec, link, name, in_lab, records[-1].logged["held_out"], distance, per_step))
-    transport.barrier()  # nobody leaves while a peer may still need it
+    transport.barrier()  # no rank may leave while a peer still needs it
 
 
 def described(name: str, num_steps: int) -> str:
