@@ -33,6 +33,7 @@ from murmura.algorithms import (
     QAdamAlgorithmImpl,
     QAdamOptimizer,
 )
+from murmura.checkpoint import Checkpointer
 from murmura.compressors import Cast, Compressor, ErrorFeedback, MinMaxUInt8
 from murmura.config import DistributedConfig, DistributedTrainConfig
 from murmura.ddp import DDP, seed_everything
@@ -51,7 +52,6 @@ from murmura.errors import (
     UsageError,
 )
 from murmura.launch import run_world
-from murmura.recovery import Checkpointer
 from murmura.transports.base import Transport
 from murmura.transports.connect import connect
 from murmura.transports.decorators import FaultyTransport, ThrottledTransport, TracedTransport

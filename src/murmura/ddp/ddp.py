@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from murmura.algorithms import Algorithm, AlgorithmImpl, algorithm_named
-from murmura.config import algorithm_from_env
+from murmura.config import setting_from_env
 from murmura.ddp import consensus, replica_checks
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.round import Event
@@ -272,7 +272,7 @@ class DDP(nn.Module):
 
 def _as_algorithm(algorithm: Algorithm | str | None) -> Algorithm:
     if algorithm is None:
-        algorithm = algorithm_from_env() or "gradient_allreduce"
+        algorithm = setting_from_env("algorithm") or "gradient_allreduce"
     if isinstance(algorithm, str):
         return algorithm_named(algorithm)
     if not isinstance(algorithm, Algorithm):

@@ -29,7 +29,7 @@ from murmura.ddp.trained_parameters import TrainedParameters
 from murmura.ddp.wrapping import refuse_inside_torch_ddp
 from murmura.errors import ConfigError, UsageError
 from murmura.observe.observer import Observer, exposed
-from murmura.observe.recorder import Probe
+from murmura.observe.probe import Probe
 from murmura.transports.base import Transport
 from murmura.types import Exchanges, NonFinite
 
@@ -353,7 +353,7 @@ class RoundDriver:
         if observer is not None and self._observer is not None:
             raise UsageError("this DDP is already observed. End the other Observer first, or give that one more sinks.")
         self._observer = self.reducer.observer = observer
-        self.channel.observe(None if observer is None else Probe(observer.recorder, range(self.channel.world_size)))
+        self.channel.observe(None if observer is None else Probe(observer.span_log, range(self.channel.world_size)))
 
     @property
     def closed(self) -> bool:

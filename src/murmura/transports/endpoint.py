@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from murmura.errors import ConfigError, TransportClosed, UsageError
-from murmura.observe.recorder import Probe
+from murmura.observe.probe import Probe
 from murmura.transports.checks import check_members, check_timeout
 from murmura.transports.failures import ExitNotice, Reporter
 from murmura.transports.listeners import CollectiveListeners

@@ -18,7 +18,7 @@ from murmura.collectives.chunks import chunk_bounds, plan_segments
 from murmura.collectives.direct import push
 from murmura.collectives.reduction import Reduction
 from murmura.errors import ConfigError
-from murmura.observe.recorder import Probe
+from murmura.observe.probe import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import describe

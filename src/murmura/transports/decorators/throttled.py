@@ -17,7 +17,7 @@ from torch import Tensor
 
 from murmura.collectives.deadline import Deadline
 from murmura.errors import ConfigError
-from murmura.observe.recorder import Probe
+from murmura.observe.probe import Probe
 from murmura.transports.base import Pairs, Transport
 
 __all__ = ["ThrottledTransport", "parse_rate"]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from murmura.collectives.deadline import Deadline
 from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportError
-from murmura.observe.recorder import Probe
+from murmura.observe.probe import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import describe_exchange

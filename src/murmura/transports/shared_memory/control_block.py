@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 from murmura.collectives.chunks import SMALL_BYTES
-from murmura.observe.recorder import Probe
+from murmura.observe.probe import Probe
 from murmura.transports.failures import DIED, ExitNotice, Reporter, WaitDeadline, follow
 from murmura.transports.shared_memory import futex
 from murmura.transports.shared_memory.arena import PAGE_BYTES, round_up

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from murmura.collectives.reduction import Reduction
 from murmura.errors import ConfigError
-from murmura.observe.recorder import Probe
+from murmura.observe.probe import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Async, Op, Pairs, Seconds, Sync, Transport
 from murmura.transports.checks import check_timeout, describe, describe_call, flatten, store

@@ -1,4 +1,4 @@
-"""The state of the random numbers of a process: torch's, numpy's and Python's global generators."""
+"""The state of a process's global random number generators: torch's, numpy's and Python's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """The state of all generators, in tensors and plain values."""
+    """Return the state of all generators as tensors and plain values."""
     kind, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
     has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
@@ -23,9 +23,9 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go on with the random numbers that followed when `random_state` was called.
+    """Restore what `random_state` returned.
 
-    GPUs that were not in use then, or are not there now, are left alone.
+    GPUs that were not in use then, or do not exist now, keep their state.
     """
     random.setstate(state["python"])
     kind, key, *rest = state["numpy"]

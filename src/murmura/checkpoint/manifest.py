@@ -1,4 +1,7 @@
-"""What a checkpoint is, for a person and for `load`: a JSON file beside the tensors."""
+"""The manifest of a checkpoint, a JSON file that describes it and holds the checksums of its other files.
+
+A folder `step-<step>` is a complete checkpoint if it holds a manifest.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from murmura.algorithms import AlgorithmImpl
+from murmura.checkpoint.files import Checksum
 from murmura.errors import CheckpointError
-from murmura.recovery.files import Sum
 
 FILE = "manifest.json"
 FORMAT = 1
 PARTIALS = ".step-*.partial"
-"""What matches the folders that are being written or removed."""
+"""Matches the names of folders that are being written or removed."""
 
 _NAME = re.compile(r"step-(\d+)")
 
@@ -26,10 +29,10 @@ class Manifest:
     """The contents of `manifest.json`.
 
     Attributes:
-        replicas: "equal" if the algorithm keeps them so, "differ" if each rank trains weights of its own.
+        replicas: "equal" if the algorithm keeps them equal, "differ" if each rank trains its own weights.
         parts: the names of what was saved beside the model: optimizer, scheduler, sampler, ...
         extra: what the user added.
-        files: the sum of each file in the folder.
+        files: the checksum of each file in the folder.
     """
 
     step: int
@@ -40,7 +43,7 @@ class Manifest:
     saved_at: str
     torch: str
     extra: Any
-    files: Mapping[str, Sum]
+    files: Mapping[str, Checksum]
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2, ensure_ascii=False) + "\n"
@@ -56,7 +59,7 @@ class Manifest:
                     f"{path} has format {found}, and this version of murmura reads format {FORMAT}. Read it with the "
                     "version that wrote it"
                 )
-            files = {name: Sum(**each) for name, each in fields.pop("files").items()}
+            files = {name: Checksum(**each) for name, each in fields.pop("files").items()}
             return cls(files=files, **fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {error!r}") from error
@@ -67,15 +70,15 @@ def folder_name(step: int) -> str:
 
 
 def partial(path: Path) -> Path:
-    """What the folder `path` is called while it is being written or removed."""
+    """Return the name of the folder `path` while it is being written or removed."""
     return path.with_name(f".{path.name}.partial")
 
 
-def name_of(algorithm: AlgorithmImpl) -> str:
+def algorithm_name(algorithm: AlgorithmImpl) -> str:
     return type(algorithm).__name__.removesuffix("Impl")
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps of which `folder` holds a complete checkpoint, in order."""
+    """Return, in order, the steps of the complete checkpoints in `folder`."""
     matches = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
     return sorted(int(match[1]) for match, path in matches if match and (path / FILE).is_file())

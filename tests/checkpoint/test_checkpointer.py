@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from checkpoint.programs import checkpoints_in, train
 from ddp.models import backward, errors_on, fill, number, on_ranks, weight, weights_of
 from murmura import (
     DDP,
@@ -29,8 +30,7 @@ from murmura import (
     UsageError,
     run_world,
 )
-from murmura.recovery import Restored
-from recovery.programs import checkpoints_in, train
+from murmura.checkpoint import Restored
 from worlds import SECONDS
 
 

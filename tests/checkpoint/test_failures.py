@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoint.programs import checkpoints_in
 from ddp.models import errors_on, on_ranks, weight
 from murmura import DDP, Checkpointer, CheckpointError, ConfigError, LocalSGDAlgorithm, Transport
-from murmura.recovery import files, manifest
-from murmura.recovery.files import Sum
-from recovery.programs import checkpoints_in
+from murmura.checkpoint import files, manifest
+from murmura.checkpoint.files import Checksum
 
 
 def save(transport: Transport, folder: Path, *steps: int, algorithm: Any = None, keep: int = 3) -> None:
@@ -226,7 +226,7 @@ def test_code_in_a_file_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     told = json.loads((folder / "manifest.json").read_text())
     told["files"]["rank-0.pt"] = {"sha256": own.sha256, "num_bytes": own.num_bytes}
     (folder / "manifest.json").write_text(json.dumps(told))
-    files.check_sum(folder / "rank-0.pt", Sum(**told["files"]["rank-0.pt"]))
+    files.verify_checksum(folder / "rank-0.pt", Checksum(**told["files"]["rank-0.pt"]))
     monkeypatch.chdir(tmp_path)
     (error,) = errors_on(load, 1, tmp_path)
     assert isinstance(error, CheckpointError)

@@ -1,6 +1,6 @@
-"""Files that are whole or not there: written, hashed on the way and synced; read back only if their sums are right.
+"""Checkpoint files: hashed while they are written, synced to disk, and read back only if their checksums are right.
 
-Nothing here executes what a file holds: tensors are loaded with ``weights_only=True``.
+Reading never runs code out of a file: tensors are loaded with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _BLOCK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class Sum:
-    """What a whole file must have."""
+class Checksum:
+    """The checksum and the size of a complete file."""
 
     sha256: str
     num_bytes: int
 
 
-class _Hashing:
-    """The end of a file that `torch.save` writes to: sums what passes, and keeps the error that torch would rename."""
+class _HashingWriter:
+    """A file for `torch.save` that hashes what is written, and keeps the OSError that torch replaces by its own."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -53,17 +53,17 @@ class _Hashing:
     def flush(self) -> None:
         self._file.flush()
 
-    def sum(self) -> Sum:
-        return Sum(self._hash.hexdigest(), self._num_bytes)
+    def checksum(self) -> Checksum:
+        return Checksum(self._hash.hexdigest(), self._num_bytes)
 
 
-def write_tensors(path: Path, tree: dict[str, Any]) -> Sum:
-    """Write nested dicts and lists of tensors and plain values to disk, and return the sum.
+def write_tensors(path: Path, tree: dict[str, Any]) -> Checksum:
+    """Write nested dicts and lists of tensors and plain values to disk and return the checksum.
 
-    A `UsageError` if they hold an object that could not be read back without running its code.
+    An object that could not be read back without running its code is a `UsageError`.
     """
     with _naming(path), open(path, "wb") as file:
-        hashing = _Hashing(file)
+        hashing = _HashingWriter(file)
         try:
             torch.save(tree, cast(IO[bytes], hashing))
         except RuntimeError:
@@ -79,18 +79,18 @@ def write_tensors(path: Path, tree: dict[str, Any]) -> Sum:
             f"{_forbidden(error)} cannot be saved: reading it back would run code out of the file. Keep tensors, "
             "numbers, strings, lists and dicts in state_dict(), for instance float(x) in the place of a numpy number."
         ) from None
-    return hashing.sum()
+    return hashing.checksum()
 
 
-def read_tensors(path: Path, wanted: Sum) -> dict[str, Any]:
-    """What `write_tensors` wrote, on the CPU; a `CheckpointError` if the file is not what it was."""
-    check_sum(path, wanted)
+def read_tensors(path: Path, wanted: Checksum) -> dict[str, Any]:
+    """Read what `write_tensors` wrote, to the CPU; a `CheckpointError` if the file has changed."""
+    verify_checksum(path, wanted)
     try:
         tree: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
     except OSError:
         raise
-    except Exception as error:  # its sum is right, so it was made by hand: whatever torch meets in it
-        # Torch's own words are not repeated: they advise to read the file without weights_only, and so to run it.
+    except Exception as error:  # the checksum is right, so the file was made by hand: torch may raise anything
+        # Torch's message is not repeated: it advises to read without weights_only, which would run the file's code.
         what = f"holds {_forbidden(error)}" if isinstance(error, pickle.UnpicklingError) else "is in another format"
         raise CheckpointError(
             f"{path} {what}, and only tensors and plain values are read: a checkpoint runs no code. "
@@ -100,12 +100,12 @@ def read_tensors(path: Path, wanted: Sum) -> dict[str, Any]:
 
 
 def _forbidden(error: pickle.UnpicklingError) -> str:
-    """What `torch.load` did not want to make."""
+    """Return the class that `torch.load` refused to create."""
     found = re.search(r"GLOBAL (\S+)", str(error))
     return f"a {found[1]}" if found else "an object"
 
 
-def check_sum(path: Path, wanted: Sum) -> None:
+def verify_checksum(path: Path, wanted: Checksum) -> None:
     """Raise `CheckpointError` unless `path` holds exactly the bytes that were written."""
     try:
         num_bytes = path.stat().st_size
@@ -130,7 +130,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """See to it that names made or changed in the folder are on disk."""
+    """Sync new and changed names in the folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -139,7 +139,7 @@ def sync_folder(path: Path) -> None:
 
 
 def probe(folder: Path) -> None:
-    """Make `folder`, and write and read a file in it; a `ConfigError` if any of that fails."""
+    """Make `folder` and check that files can be written and read in it; a `ConfigError` if not."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         os.listdir(folder)
@@ -150,14 +150,14 @@ def probe(folder: Path) -> None:
             file.read()
     except OSError as error:
         raise ConfigError(
-            f"checkpoints cannot be written to {folder}: {words(error)}. Give a folder that this process may read and "
-            "write, on a disk with free space."
+            f"checkpoints cannot be written to {folder}: {describe(error)}. Give a folder that this process may read "
+            "and write, on a disk with free space."
         ) from error
 
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """A full disk does not say which file it was."""
+    """Add the file name to an OSError: that of a full disk has none."""
     try:
         yield
     except OSError as error:
@@ -165,8 +165,8 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
-def words(error: BaseException) -> str:
-    """What went wrong, without the number of it."""
+def describe(error: BaseException) -> str:
+    """Return the message of `error` without its error number."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     return str(error) or type(error).__name__

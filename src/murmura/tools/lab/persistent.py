@@ -1,4 +1,4 @@
-"""The lab that outlives the command that made it: `murmura lab up`, `murmura lab down`. One at a time on a machine."""
+"""The lab of `murmura lab up`, which stays until `murmura lab down`; there is at most one on a machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from murmura.tools.lab.network import Host
 
 
 @dataclass(frozen=True)
-class StandingLab:
+class PersistentLab:
     """The hosts of `murmura lab up`, and the rate of their links."""
 
     hosts: tuple[Host, ...]
@@ -20,45 +20,45 @@ class StandingLab:
         return f"a lab of {len(self.hosts)} hosts, {self.rate or 'unlimited'}"
 
 
-def up(num_hosts: int, rate: str | None = None) -> StandingLab:
-    """Build the standing lab, after removing what killed processes left of theirs."""
+def up(num_hosts: int, rate: str | None = None) -> PersistentLab:
+    """Build the persistent lab, after removing the labs of killed processes."""
     network.check(num_hosts, rate)
     namespaces.check_tools()
     network.remove_leftovers()
-    for found in _standing().values():
+    for found in _persistent_labs().values():
         raise UsageError(f"{found} is up already. Take it down first: murmura lab down.")
     lab = namespaces.new_lab()
     try:
         hosts = network.build(lab, num_hosts, rate)
-        network.leave_note(lab, {"hosts": num_hosts, "rate": rate})  # from here on it may outlive this process
+        network.write_metadata(lab, {"hosts": num_hosts, "rate": rate})  # from here on it stays when this process ends
     except BaseException:
         namespaces.remove(namespaces.labs().get(lab, []))
         raise
-    return StandingLab(hosts, rate)
+    return PersistentLab(hosts, rate)
 
 
-def find() -> StandingLab:
-    """The standing lab; a `UsageError` if there is none."""
+def find() -> PersistentLab:
+    """Return the persistent lab; a `UsageError` if there is none."""
     namespaces.check_tools()
-    for found in _standing().values():
+    for found in _persistent_labs().values():
         return found
     raise UsageError("no lab is up. Start one: murmura lab up --hosts 4 --bandwidth 100mbit.")
 
 
-def down() -> StandingLab | None:
-    """Remove the standing lab with everything that runs in it, and leftovers; returns what was there."""
+def down() -> PersistentLab | None:
+    """Remove the persistent lab and those of killed processes, with all that runs in them; return the former."""
     namespaces.check_tools()
     network.remove_leftovers()
-    standing = _standing()
-    for lab in standing:
+    found = _persistent_labs()
+    for lab in found:
         namespaces.remove(namespaces.labs().get(lab, []))
-    return next(iter(standing.values()), None)
+    return next(iter(found.values()), None)
 
 
-def _standing() -> dict[str, StandingLab]:
+def _persistent_labs() -> dict[str, PersistentLab]:
     found = {}
     for lab in namespaces.labs():
-        if note := network.read_note(lab):
-            hosts = tuple(Host(index, f"{lab}-h{index}") for index in range(note["hosts"]))
-            found[lab] = StandingLab(hosts, note["rate"])
+        if metadata := network.read_metadata(lab):
+            hosts = tuple(Host(index, f"{lab}-h{index}") for index in range(metadata["hosts"]))
+            found[lab] = PersistentLab(hosts, metadata["rate"])
     return found

@@ -1,4 +1,4 @@
-"""Checkpoints of a whole world: each is complete or not there, whenever the world is killed."""
+"""Checkpointer saves and loads the state of a whole world; a kill at any moment leaves only complete checkpoints."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, SupportsIndex
 
 from torch.optim import Optimizer
 
+from murmura.checkpoint.files import probe
+from murmura.checkpoint.loading import Loading
+from murmura.checkpoint.lock import FolderLock
+from murmura.checkpoint.manifest import folder_name, steps_in
+from murmura.checkpoint.saving import Saving
+from murmura.checkpoint.stateful import Stateful
 from murmura.ddp import DDP
 from murmura.errors import ConfigError
-from murmura.recovery.files import probe
-from murmura.recovery.loading import Loading
-from murmura.recovery.lock import FolderLock
-from murmura.recovery.manifest import folder_name, steps_in
-from murmura.recovery.saving import Saving
-from murmura.recovery.stateful import Stateful
 from murmura.transports.base import Transport
 
 log = logging.getLogger("murmura")
@@ -27,11 +27,11 @@ log = logging.getLogger("murmura")
 
 @dataclass(frozen=True)
 class Restored:
-    """What `Checkpointer.load` has restored.
+    """The checkpoint that `Checkpointer.load` restored.
 
     Attributes:
-        step: the step it was saved at.
-        extra: what rank 0 saved as `extra`, as JSON tells it.
+        step: the step at which it was saved.
+        extra: what rank 0 saved as `extra`, after a round trip through JSON.
         path: the folder of the checkpoint.
     """
 
@@ -43,10 +43,10 @@ class Restored:
 class Checkpointer:
     """Writes checkpoints of a whole world into `folder` and keeps the newest `keep` of them.
 
-    Every rank makes one on the same folder, which all of them must see. `save` and `load` are collective: an error on
-    one rank is a `CheckpointError` on all of them, and leaves earlier checkpoints as they are. Nothing is unpickled
-    but tensors and plain values. From its first save on the folder is this job's alone: another job that saves there
-    gets a `CheckpointError`, and may load.
+    Every rank makes one on the same folder, which must be visible to all of them. `save` and `load` are collective: an
+    error on one rank is a `CheckpointError` on all of them, and leaves earlier checkpoints as they are. Only tensors
+    and plain values are unpickled. From the first save on, this job locks the folder: another job that saves there gets
+    a `CheckpointError`, but may load.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3) -> None:
@@ -57,28 +57,28 @@ class Checkpointer:
         self.folder = Path(folder).absolute()
         self.keep = operator.index(keep)
         probe(self.folder)
-        self._known_step: int | None = None  # what this run saved or loaded last
-        self._channel: tuple[Transport, Transport] | None = None  # that of a world, and one of our own beside it
+        self._known_step: int | None = None  # the step that this run saved or loaded last
+        self._channel: tuple[Transport, Transport] | None = None  # DDP's transport, and a channel of it for checkpoints
         self._has_saved = False
         self._lock = FolderLock(self.folder)
 
     def latest(self) -> int | None:
-        """The step of the newest complete checkpoint; None if there is none. Not collective."""
+        """Return the step of the newest complete checkpoint, or None if there is none. Not collective."""
         return max(steps_in(self.folder), default=None)
 
     def save(self, step: int, *, ddp: DDP, extra: Any = None, **parts: Stateful | None) -> Path:
-        """Save the state of all ranks after `step` steps, and return the folder of it. Collective.
+        """Save the state of all ranks after `step` steps and return the checkpoint's folder. Collective.
 
         Call it between rounds, after the optimizer's step: gradients are not saved. A step that this run has just
         saved or loaded is not written again.
 
         Args:
-            extra: anything that JSON can hold; rank 0's is kept.
+            extra: any JSON value; rank 0's is saved.
             parts: ``optimizer=``, ``scheduler=``, ``sampler=``, ``scaler=``, or any other name: what has a state_dict.
         """
         step = operator.index(step)
         ddp.settle()
-        _tell_of_optimizers(ddp, parts)
+        _register_optimizers(ddp, parts)
         is_known = step == self._known_step
         saving = Saving(self.folder, self.keep, self._channel_of(ddp), ddp, step, _given(parts), extra, self._lock)
         saving.run(is_known=is_known, is_first=not self._has_saved)
@@ -92,14 +92,14 @@ class Checkpointer:
         Returns None, and changes nothing, if `step` is None and there is no checkpoint. Collective. Files are verified
         on all ranks before anything is changed; after an error that comes later the contents are undefined.
 
-        With another number of ranks than at the time of saving, which is possible if the algorithm keeps replicas
-        equal, all ranks take over what rank 0 saved, random numbers are left alone, and what the algorithm remembers
-        beside the round starts anew.
+        The number of ranks may differ from that of the save if the algorithm keeps replicas equal. Then all ranks load
+        what rank 0 saved, random number generators keep their state, and of the algorithm's state only the round is
+        restored.
         """
         found = Loading(self.folder, self._channel_of(ddp), ddp, _given(parts)).run(step)
         if found is None:
             return None
-        _tell_of_optimizers(ddp, parts)
+        _register_optimizers(ddp, parts)
         self._known_step = found.step
         newest = self.latest()
         if newest is not None and newest > found.step:
@@ -116,7 +116,7 @@ class Checkpointer:
         return self._channel[1]
 
 
-def _tell_of_optimizers(ddp: DDP, parts: Mapping[str, Stateful | None]) -> None:
+def _register_optimizers(ddp: DDP, parts: Mapping[str, Stateful | None]) -> None:
     for part in _given(parts).values():
         if isinstance(part, Optimizer):
             ddp.remember_optimizer(part)

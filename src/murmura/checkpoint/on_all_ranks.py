@@ -1,31 +1,31 @@
-"""What all ranks do together: a failure on one of them is the same error on all of them."""
+"""Run a step of saving or loading on every rank, so that a failure on one rank is an error on all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from murmura.checkpoint.files import describe
 from murmura.errors import CheckpointError, TransportError
-from murmura.recovery.files import words
 from murmura.transports.base import Transport
 from murmura.transports.objects import all_gather_json
 
 
-def together(channel: Transport, what: str, advice: str, work: Callable[[], Any]) -> list[Any]:
-    """Run `work` on every rank, and return what it returned on each, by rank: something that JSON can hold.
+def on_all_ranks(channel: Transport, what: str, advice: str, work: Callable[[], Any]) -> list[Any]:
+    """Run `work` on every rank and return the results by rank; they must be JSON values.
 
-    If it fails on any rank, a `CheckpointError` that names the rank is raised on all. `work` must not communicate
+    If it fails on one rank, a `CheckpointError` that names the rank is raised on all. `work` must not communicate
     after a point where it may fail on some ranks only.
     """
     failure: Exception | None = None
     try:
-        said = {"result": work()}
-    except TransportError:  # the ranks are apart already, and cannot be told
+        report = {"result": work()}
+    except TransportError:  # the other ranks cannot be reached any more
         raise
-    except Exception as error:  # carried to all ranks, and raised there
+    except Exception as error:  # raised on all ranks
         failure = error
-        said = {"failure": words(error).rstrip(".")}
-    every = all_gather_json(channel, said)
+        report = {"failure": describe(error).rstrip(".")}
+    every = all_gather_json(channel, report)
     failed = [rank for rank, each in enumerate(every) if "failure" in each]
     if failed:
         rank = failed[0]

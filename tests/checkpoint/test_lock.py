@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from checkpoint.programs import checkpoints_in
 from ddp.models import weight
 from murmura import DDP, Checkpointer, CheckpointError, InProcessTransport
-from murmura.recovery import lock, saving
-from recovery.programs import checkpoints_in
+from murmura.checkpoint import lock, saving
 
 
 def save(folder: Path, step: int) -> Checkpointer:

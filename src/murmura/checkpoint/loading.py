@@ -1,4 +1,4 @@
-"""One checkpoint from its folder into the state of all ranks; verified on all of them before anything is changed."""
+"""Load one checkpoint on all ranks; every rank verifies its files before any rank changes its state."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from murmura.checkpoint import manifest as manifests
+from murmura.checkpoint.files import read_tensors
+from murmura.checkpoint.manifest import Manifest, folder_name, steps_in
+from murmura.checkpoint.on_all_ranks import on_all_ranks
+from murmura.checkpoint.randomness import set_random_state
+from murmura.checkpoint.stateful import Stateful
 from murmura.ddp import DDP
 from murmura.errors import CheckpointError, ConfigError
-from murmura.recovery import manifest as manifests
-from murmura.recovery.files import read_tensors
-from murmura.recovery.manifest import Manifest, folder_name, steps_in
-from murmura.recovery.randomness import set_random_state
-from murmura.recovery.stateful import Stateful
-from murmura.recovery.together import together
 from murmura.transports.base import Transport
 
 
 class Loading:
-    """Choose, read, restore: each is over when all ranks have done it."""
+    """Chooses, reads and restores a checkpoint; each step ends when all ranks have done it."""
 
     def __init__(self, folder: Path, channel: Transport, ddp: DDP, parts: Mapping[str, Stateful]) -> None:
         self._folder = folder
@@ -27,25 +27,25 @@ class Loading:
         self._parts = parts
 
     def run(self, step: int | None) -> Manifest | None:
-        """Restore `step`, or the newest; None if there is none."""
+        """Restore the checkpoint of `step`, or the newest; return None if there is none."""
         what = f"loading {'the newest checkpoint' if step is None else f'step {step}'} from {self._folder}"
-        chosen = together(self._channel, what, "Nothing was changed.", lambda: self._choose(step))[0]
+        chosen = on_all_ranks(self._channel, what, "Nothing was changed.", lambda: self._choose(step))[0]
         if chosen is None:
             return None
         found, text, others = chosen
         path = self._folder / folder_name(found)
         state: dict[str, Any] = {}
         advice = "Nothing was changed." + (f" There are also steps {others}: load(step=...)." if others else "")
-        together(self._channel, f"loading {path}", advice, lambda: state.update(self._read(path, found, text)))
+        on_all_ranks(self._channel, f"loading {path}", advice, lambda: state.update(self._read(path, found, text)))
         advice = "The state of this run is undefined: start it anew."
-        together(self._channel, f"loading {path}", advice, lambda: self._restore(state))
-        together(self._channel, f"loading {path}", advice, lambda: self._restore_algorithm(state))
+        on_all_ranks(self._channel, f"loading {path}", advice, lambda: self._restore(state))
+        on_all_ranks(self._channel, f"loading {path}", advice, lambda: self._restore_algorithm(state))
         if state["random"] is not None:
             set_random_state(state["random"])
         return Manifest.from_json(text, path / manifests.FILE)
 
     def _choose(self, step: int | None) -> tuple[int, str, list[int]] | None:
-        """Rank 0 says for all which checkpoint it is, what it says of itself, and which others there are."""
+        """On rank 0: return the step to load, the text of its manifest, and the other steps; None elsewhere."""
         if self._channel.rank != 0:
             return None
         steps = steps_in(self._folder)
@@ -59,7 +59,7 @@ class Loading:
         return step, text, [each for each in steps if each != step]
 
     def _read(self, path: Path, step: int, text: str) -> dict[str, Any]:
-        """All that this rank restores, verified."""
+        """Read and verify all that this rank restores."""
         manifest = Manifest.from_json(text, path / manifests.FILE)
         if manifest.step != step:
             raise CheckpointError(f"{path / manifests.FILE} is of step {manifest.step}")
@@ -75,7 +75,7 @@ class Loading:
         model, parts = own["model"], own["parts"]
         if manifest.replicas == "equal":
             model, parts = tensors("model.pt"), {**tensors("common.pt"), **parts}
-            model.update(own["model"])  # in place: a module's state dict carries versions beside its values
+            model.update(own["model"])  # in place, to keep the state dict's metadata of versions
         algorithm = own["algorithm"]
         if not is_same_world:
             algorithm = {**algorithm, "algorithm": self._ddp.algorithm_state_dict()["algorithm"]}
@@ -88,7 +88,7 @@ class Loading:
                 f"it holds {manifest.parts or 'nothing'} beside the model, and load() was given "
                 f"{list(self._parts) or 'nothing'}. Give it the same; model.pt in it alone is a plain state dict"
             )
-        if manifest.algorithm != (here := manifests.name_of(self._ddp.algorithm)):
+        if manifest.algorithm != (here := manifests.algorithm_name(self._ddp.algorithm)):
             raise ConfigError(
                 f"it was saved under {manifest.algorithm}, and here runs {here}. Load it with the same algorithm, then "
                 "call ddp.set_algorithm(...)"

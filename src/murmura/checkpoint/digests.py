@@ -1,4 +1,4 @@
-"""Which of its state a rank holds alike with rank 0: what is alike is written once."""
+"""Digests of state dicts: what is equal on all ranks is written to a checkpoint once."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 
 def digest(tree: Any) -> str:
-    """The same for the same values in nested dicts and lists; what cannot be compared is like nothing else."""
-    found = hashlib.sha256()  # no slower than others where the processor knows it, as most do
+    """Return a digest of nested dicts and lists, equal for equal values; that of an incomparable value is unique."""
+    found = hashlib.sha256()  # as fast as others: most processors have instructions for it
     for piece in _pieces(tree):
         found.update(piece)
     return found.hexdigest()
 
 
 def num_bytes(tree: Any) -> int:
-    """About how many bytes the tensors in `tree` will take in a file."""
+    """Return about how many bytes the tensors in `tree` will take in a file."""
     if isinstance(tree, Tensor):
         return tree.numel() * tree.element_size()
     if isinstance(tree, Mapping):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint.programs import NUM_STEPS, WAYS, train
 from ddp.models import all_equal
 from murmura import run_world
-from recovery.programs import NUM_STEPS, WAYS, train
 from worlds import SECONDS
 
 

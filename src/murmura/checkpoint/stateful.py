@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the model."""
+"""The protocol of the objects that a checkpoint holds beside the model."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ import pytest
 from launch.scripts import COMMAND, FAIL, ONCE, REDUCE, write
 from launch.test_secret import ADVICE, as_threads, free_port
 from murmura import ConfigError, RendezvousError
-from murmura.launch.nodes import Nodes
+from murmura.launch.multi_host import LauncherGroup
 from murmura.launch.plan import Attempt, LaunchPlan
-from murmura.launch.verdict import Failure
+from murmura.launch.root_cause import Failure
 
 Done = tuple[int, str, str]  # status, standard output, standard error
 
@@ -50,9 +50,9 @@ def meet(*hosts: dict[str, Any]) -> list[Any]:
 
     def agree(node: int, options: dict[str, Any]) -> Attempt:
         plan = {"num_ranks": 1, "num_nodes": len(hosts), "node_rank": node, "coordinator": address, "timeout": 20.0}
-        return nodes.setdefault(node, Nodes(LaunchPlan(command=("true",), **{**plan, **options}))).agree(0)
+        return nodes.setdefault(node, LauncherGroup(LaunchPlan(command=("true",), **{**plan, **options}))).rendezvous(0)
 
-    nodes: dict[int, Nodes] = {}  # kept until all have met, for the store goes with node 0
+    nodes: dict[int, LauncherGroup] = {}  # kept until all have met, for the store goes with node 0
     return as_threads(*(lambda node=node, host=host: agree(node, host) for node, host in enumerate(hosts)))
 
 
@@ -94,64 +94,64 @@ def test_a_host_that_does_not_come_is_named() -> None:
 def meet_alone() -> Attempt:
     address = f"127.0.0.1:{free_port()}"
     plan = LaunchPlan(command=("true",), num_ranks=1, num_nodes=2, coordinator=address, timeout=0.3)
-    return Nodes(plan).agree(0)
+    return LauncherGroup(plan).rendezvous(0)
 
 
 def test_a_port_that_is_taken_is_not_shared_with_another_job() -> None:
     address = f"127.0.0.1:{free_port()}"
     plan = LaunchPlan(command=("true",), num_ranks=1, num_nodes=2, coordinator=address, timeout=5.0)
-    first = Nodes(plan)
+    first = LauncherGroup(plan)
     with pytest.raises(ConfigError, match=r"host 0 cannot listen at .* Choose another one"):
-        Nodes(plan)
+        LauncherGroup(plan)
     del first
 
 
 # While ranks are at work
 
 
-def agreed(**options: Any) -> list[tuple[Nodes, Attempt]]:
+def agreed(**options: Any) -> list[tuple[LauncherGroup, Attempt]]:
     """Two launchers that have agreed on an attempt."""
     address = f"127.0.0.1:{free_port()}"
 
-    def agree(node: int) -> tuple[Nodes, Attempt]:
+    def agree(node: int) -> tuple[LauncherGroup, Attempt]:
         plan = {"num_ranks": 1, "num_nodes": 2, "node_rank": node, "coordinator": address, "timeout": 20.0}
-        nodes = Nodes(LaunchPlan(command=("true",), **{**plan, **options}))
-        return nodes, nodes.agree(0)
+        nodes = LauncherGroup(LaunchPlan(command=("true",), **{**plan, **options}))
+        return nodes, nodes.rendezvous(0)
 
     return as_threads(lambda: agree(0), lambda: agree(1))
 
 
 @pytest.mark.parametrize("secret", ["", "swordfish"])
 def test_a_host_that_ends_early_stays_as_long_as_the_others_work(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("murmura.launch.nodes.NEWS_SECONDS", 0.05)
+    monkeypatch.setattr("murmura.launch.multi_host.HEARTBEAT_SECONDS", 0.05)
     (first, first_attempt), (second, attempt) = agreed(timeout=0.5, secret=secret)
     with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(first.settle, first_attempt, None)
+        ended = pool.submit(first.await_root_cause, first_attempt, None)
         deadline = time.monotonic() + 1.2
         while time.monotonic() < deadline:  # more than the time-out
             assert not second.has_failure(attempt)
             assert not ended.done()
-        assert second.settle(attempt, None) is None
+        assert second.await_root_cause(attempt, None) is None
         assert ended.result(10) is None
 
 
 @pytest.mark.timed
 @pytest.mark.parametrize("failure", [None, Failure(0, "here", 1, "PeerLost", 4)], ids=["working", "failed"])
 def test_a_launcher_that_dies_is_missed(failure: Failure | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("murmura.launch.nodes.NEWS_SECONDS", 0.05)
-    monkeypatch.setattr("murmura.launch.nodes.SILENT_SECONDS", 0.5 if failure is None else 60.0)
-    monkeypatch.setattr("murmura.launch.nodes.SILENT_AFTER_FAILURE_SECONDS", 0.5)
+    monkeypatch.setattr("murmura.launch.multi_host.HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr("murmura.launch.multi_host.LOST_SECONDS", 0.5 if failure is None else 60.0)
+    monkeypatch.setattr("murmura.launch.multi_host.LOST_AFTER_FAILURE_SECONDS", 0.5)
     (first, first_attempt), (second, attempt) = agreed()
     assert not second.has_failure(attempt)  # its last heartbeat
     began = time.monotonic()
     if failure is None:
         while not first.has_failure(first_attempt):
             assert time.monotonic() - began < 5
-    found = first.settle(first_attempt, failure)
+    found = first.await_root_cause(first_attempt, failure)
     assert time.monotonic() - began < 3
     assert found is not None
     assert (found.rank, found.exit_status) == (None, 1)
-    assert str(found).startswith(f"the launcher on host 1 ({platform.node()}) is gone:\nIt has been silent for ")
+    assert str(found).startswith(f"the launcher on host 1 ({platform.node()}) is gone:\nIt has sent no heartbeat for ")
     assert second.has_failure(attempt)  # so says node 0, if it was only asleep
 
 
@@ -161,7 +161,7 @@ def test_a_host_0_that_is_not_there_is_missed_at_the_deadline(capfd: pytest.Capt
     plan = LaunchPlan(command=("true",), num_ranks=1, num_nodes=2, node_rank=1, coordinator=address, timeout=2.0)
     began = time.monotonic()
     with pytest.raises(RendezvousError, match=rf"host 1 did not reach .* host 0 at {address} within 2.0 s"):
-        Nodes(plan)
+        LauncherGroup(plan)
     assert time.monotonic() - began < 2.0 * 1.1 + 1.0
     assert capfd.readouterr().err == ""
 

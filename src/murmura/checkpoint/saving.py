@@ -1,4 +1,4 @@
-"""One checkpoint from the state of all ranks to its final name; a kill before that leaves nothing that counts."""
+"""Save one checkpoint from all ranks: it is written under a temporary name, and renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
+from murmura.checkpoint import manifest as manifests
+from murmura.checkpoint.digests import digest, num_bytes
+from murmura.checkpoint.files import Checksum, sync_folder, write_tensors, write_text
+from murmura.checkpoint.lock import FolderLock
+from murmura.checkpoint.manifest import Manifest, folder_name, steps_in
+from murmura.checkpoint.on_all_ranks import on_all_ranks
+from murmura.checkpoint.randomness import random_state
+from murmura.checkpoint.stateful import Stateful
 from murmura.ddp import DDP
 from murmura.errors import UsageError
-from murmura.recovery import manifest as manifests
-from murmura.recovery.files import Sum, sync_folder, write_tensors, write_text
-from murmura.recovery.lock import FolderLock
-from murmura.recovery.manifest import Manifest, folder_name, steps_in
-from murmura.recovery.randomness import random_state
-from murmura.recovery.sameness import digest, num_bytes
-from murmura.recovery.stateful import Stateful
-from murmura.recovery.together import together
 from murmura.transports.base import Transport
 from murmura.types import Exchanges
 
@@ -33,7 +33,7 @@ log = logging.getLogger("murmura")
 
 
 class Saving:
-    """Begin, collect, write, complete: each is over when all ranks have done it."""
+    """Begins, collects, writes and completes a checkpoint; each step ends when all ranks have done it."""
 
     def __init__(
         self,
@@ -61,28 +61,28 @@ class Saving:
         advice = (
             "Earlier checkpoints are as they were, and training may go on. Make room, or mend the folder, and save."
         )
-        self._together = functools.partial(together, channel, f"saving step {step} to {folder}", advice)
+        self._on_all_ranks = functools.partial(on_all_ranks, channel, f"saving step {step} to {folder}", advice)
 
     def run(self, *, is_known: bool, is_first: bool) -> None:
-        """`is_known`: this very step is there already. `is_first`: whether there is room has not been looked at."""
+        """Save, unless the step `is_known` to be saved; if this save `is_first`, check the free space before."""
         with contextlib.ExitStack() as locked:
             self._run(locked, is_known, is_first)
 
     def _run(self, locked: contextlib.ExitStack, is_known: bool, is_first: bool) -> None:
         try:
-            said = self._together(lambda: self._begin(locked, is_known))
-            _check_same([each["what"] for each in said])
+            reports = self._on_all_ranks(lambda: self._begin(locked, is_known))
+            _check_same([each["what"] for each in reports])
             if is_known:
                 return
-            # Asked of all ranks: an algorithm that waits for nobody may be in another phase on another rank.
-            self._differ = any(each["exchanges"] == Exchanges.WEIGHTS for each in said)
+            # From all ranks: an asynchronous algorithm may be in another phase on another rank.
+            self._differ = any(each["exchanges"] == Exchanges.WEIGHTS for each in reports)
             own, common = self._collect()
             if is_first:
-                self._make_sure_of_room([own, common])
-            sums = self._write(own, common)
-            self._together(lambda: self._complete(sums))
+                self._require_room([own, common])
+            checksums = self._write(own, common)
+            self._on_all_ranks(lambda: self._complete(checksums))
         except BaseException:
-            if self._is_rank_0 and self._has_begun:  # else it is another's
+            if self._is_rank_0 and self._has_begun:  # otherwise the folder belongs to another save
                 shutil.rmtree(self._partial, ignore_errors=True)
             raise
         if self._is_rank_0:
@@ -90,7 +90,7 @@ class Saving:
             _prune(self._folder, self._keep)
 
     def _begin(self, locked: contextlib.ExitStack, is_known: bool) -> dict[str, Any]:
-        """Refuse what cannot be saved; rank 0 locks the folder, and makes the one to write in."""
+        """Refuse what cannot be saved; rank 0 locks the folder and makes the temporary one."""
         if self._step < 0:
             raise UsageError("a step counts from 0")
         try:
@@ -118,15 +118,16 @@ class Saving:
         return {"what": f"step {self._step} with {list(self._parts)}", "exchanges": exchanges}
 
     def _collect(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What this rank writes of its own, and what it writes for all.
+        """Return what goes into this rank's own file, and what rank 0 writes for all.
 
-        If replicas differ, all is its own. Otherwise rank 0 writes for all, and the others what is not the same.
+        If replicas differ, every rank writes all of its state. Otherwise rank 0 writes for all ranks, and the others
+        write only what differs from it.
         """
-        algorithm = self._ddp.algorithm_state_dict()  # may communicate and write weights, so it comes first
+        algorithm = self._ddp.algorithm_state_dict()  # first, for it may communicate and write weights
         mine: dict[str, Any] = {}
         digests: dict[str, str] = {}
 
-        def look() -> dict[str, str]:
+        def collect() -> dict[str, str]:
             if not self._partial.is_dir():
                 raise UsageError(f"it does not see {self._partial}, which rank 0 made: the ranks must share the folder")
             mine["model"] = self._ddp.state_dict()
@@ -135,7 +136,7 @@ class Saving:
                 digests.update(_digests(mine))
             return digests if self._is_rank_0 else {}
 
-        of_rank_0 = self._together(look)[0]
+        of_rank_0 = self._on_all_ranks(collect)[0]
         own = {"algorithm": algorithm, "random": random_state(), **mine}
         if self._differ:
             return own, {}
@@ -146,12 +147,12 @@ class Saving:
             own[kind] = {name: values[name] for name, key in keys.items() if digests[key] != of_rank_0.get(key)}
         return own, {}
 
-    def _make_sure_of_room(self, trees: Any) -> None:
-        """Fail now if the disk cannot hold `keep` checkpoints and the one being written."""
+    def _require_room(self, trees: Any) -> None:
+        """Raise if the disk cannot hold `keep` checkpoints and the one being written."""
         own_bytes = num_bytes(trees) + (num_bytes(self._ddp.state_dict()) if self._is_rank_0 else 0)
-        total_bytes = sum(self._together(lambda: own_bytes))
+        total_bytes = sum(self._on_all_ranks(lambda: own_bytes))
 
-        def look() -> None:
+        def check() -> None:
             num_more = max(1, self._keep + 1 - len(steps_in(self._folder)))
             free_bytes = shutil.disk_usage(self._folder).free
             if self._is_rank_0 and free_bytes < num_more * total_bytes:
@@ -160,43 +161,41 @@ class Saving:
                     f"and {_size(free_bytes)} are free"
                 )
 
-        self._together(look)
+        self._on_all_ranks(check)
 
-    def _write(self, own: dict[str, Any], common: dict[str, Any]) -> dict[str, Sum]:
-        with contextlib.ExitStack() as mean:
-            if self._differ:
-                mean.enter_context(self._ddp.average_parameters())
+    def _write(self, own: dict[str, Any], common: dict[str, Any]) -> dict[str, Checksum]:
+        """Write this rank's files; model.pt holds the mean of the replicas if they differ."""
+        with self._ddp.average_parameters() if self._differ else contextlib.nullcontext():
+            checksums = self._write_files({"model.pt": self._ddp.state_dict()} if self._is_rank_0 else {})
+        trees = {f"rank-{self._channel.rank}.pt": own}
+        if self._is_rank_0 and not self._differ:
+            trees["common.pt"] = common
+        return checksums | self._write_files(trees)
 
-            def write() -> dict[str, Any]:
-                trees: dict[str, Any] = {}
-                sums = {}
-                if self._is_rank_0:
-                    sums["model.pt"] = write_tensors(self._partial / "model.pt", self._ddp.state_dict())
-                    if not self._differ:
-                        trees["common.pt"] = common
-                mean.close()
-                trees[f"rank-{self._channel.rank}.pt"] = own
-                sums |= {name: write_tensors(self._partial / name, tree) for name, tree in trees.items()}
-                sync_folder(self._partial)
-                return {name: asdict(each) for name, each in sums.items()}
+    def _write_files(self, trees: Mapping[str, dict[str, Any]]) -> dict[str, Checksum]:
+        """Write each rank's `trees` by file name, and return the checksums of all ranks' files."""
 
-            said = self._together(write)
-        return {name: Sum(**each) for sums in said for name, each in sums.items()}
+        def write() -> dict[str, Any]:
+            checksums = {name: asdict(write_tensors(self._partial / name, tree)) for name, tree in trees.items()}
+            sync_folder(self._partial)
+            return checksums
 
-    def _complete(self, sums: Mapping[str, Sum]) -> None:
-        """Rank 0 writes what the checkpoint is, and gives it its name: from then on it is there."""
+        return {name: Checksum(**each) for files in self._on_all_ranks(write) for name, each in files.items()}
+
+    def _complete(self, checksums: Mapping[str, Checksum]) -> None:
+        """On rank 0: write the manifest and rename the folder, which completes the checkpoint."""
         if not self._is_rank_0:
             return
         manifest = Manifest(
             step=self._step,
             world_size=self._channel.world_size,
-            algorithm=manifests.name_of(self._ddp.algorithm),
+            algorithm=manifests.algorithm_name(self._ddp.algorithm),
             replicas="differ" if self._differ else "equal",
             parts=list(self._parts),
             saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             torch=torch.__version__,
             extra=self._extra,
-            files=dict(sorted(sums.items())),
+            files=dict(sorted(checksums.items())),
         )
         write_text(self._partial / manifests.FILE, manifest.to_json())
         sync_folder(self._partial)
@@ -204,10 +203,10 @@ class Saving:
         sync_folder(self._folder)
 
 
-def _check_same(said: list[str]) -> None:
-    for rank, each in enumerate(said):
-        if each != said[0]:
-            raise UsageError(f"rank 0 saves {said[0]}, and rank {rank} {each}. Save the same on every rank.")
+def _check_same(saves: list[str]) -> None:
+    for rank, each in enumerate(saves):
+        if each != saves[0]:
+            raise UsageError(f"rank 0 saves {saves[0]}, and rank {rank} {each}. Save the same on every rank.")
 
 
 def _digests(state: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -215,7 +214,7 @@ def _digests(state: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints; one that is half removed counts no more."""
+    """Remove all but the newest `keep` checkpoints; each is renamed first, so that a kill leaves no partial one."""
     for step in steps_in(folder)[:-keep]:
         old = folder / folder_name(step)
         try:

@@ -1,4 +1,4 @@
-"""Text that every Python has with it: the pages of the language reference that `help()` shows."""
+"""Text that is shipped with Python: the pages of the language reference that `help()` shows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 VOCABULARY = "\n" + string.printable[:95]
-"""All characters a text may have; any other becomes a question mark."""
+"""All characters of the text; any other becomes a question mark."""
 
 
 @functools.cache
-def documentation() -> Tensor:
-    """The text as indices into `VOCABULARY`, one byte each."""
-    from pydoc_data.topics import topics  # a large module, wanted by few
+def python_docs() -> Tensor:
+    """Return the text as indices into `VOCABULARY`, one byte each."""
+    from pydoc_data.topics import topics  # large, and rarely needed
 
     text = "\n\n".join(topics[name] for name in sorted(topics))
     index = {character: number for number, character in enumerate(VOCABULARY)}

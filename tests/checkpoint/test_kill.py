@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoint.programs import NUM_STEPS, SAVE_EVERY, train
 from ddp.models import weight
 from murmura import DDP, Checkpointer, InProcessTransport, PeerLost, Transport, run_world
-from recovery.programs import NUM_STEPS, SAVE_EVERY, train
 from worlds import SECONDS
 
 
