@@ -87,6 +87,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._owed = []
         self._loop.correct(self._weights.add)
 
+    def before_collective(self) -> None:
+        """Nobody waits for a step: the average is formed in the background."""
+
     def _await_average(self) -> None:
         """Wait for the average under way: from now on its correction is owed to the weights."""
         if self._pending is not None:

@@ -122,8 +122,10 @@ class AlgorithmImpl:
     def before_collective(self) -> None:
         """Called between rounds when this rank is about to wait for all others in an operation of the user's.
 
-        The step may be skipped or still to come. Other ranks may be inside an exchange that follows their step.
+        The step may be skipped or still to come. Other ranks may be inside an exchange that follows their step, and
+        wait for this one: so what is owed is settled, unless an algorithm knows better.
         """
+        self.settle()
 
     def before_replan(self, buckets: Sequence[Bucket]) -> None:
         """Called on all ranks before gradients move to other `buckets`: what is kept by element moves along."""
