@@ -1,4 +1,4 @@
-"""Aggregation without a centre."""
+"""Aggregation by all-reduce."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class _BeforeLoad(_ModuleHook):
     def __call__(self, called: nn.Module, *args: Any) -> None:
         owner = self._owner()
         if owner is not None and called is self._module():
-            owner.settle()  # what is owed belongs to the weights that are replaced
+            owner.settle()  # exchanges left undone belong to the weights that are replaced
 
 
 class _AfterLoad(_ModuleHook):

@@ -37,7 +37,7 @@ from murmura.types import Exchanges, NonFinite
 
 
 class RoundDriver:
-    """See the module's docstring. `world` is the transport of whose channels `replica` has one."""
+    """Drives the rounds of `module`. `replica` has a channel of `world`."""
 
     def __init__(
         self,
@@ -125,13 +125,13 @@ class RoundDriver:
     # Collective points
 
     def settle(self) -> None:
-        """Do what the last round still owes, because a step was skipped; nothing inside a round."""
+        """Do the exchanges that a skipped step left undone; nothing inside a round."""
         if self.round.is_idle:
             self._once(self.algorithm.settle)
             self._once(self._broadcast_owed_buffers)
 
     def before_collective(self) -> None:
-        """The user is about to wait for all ranks, which may wait for what this one owes."""
+        """The user is about to wait for all ranks, which may wait for an exchange that a skipped step left undone."""
         # No operation in a communication thread is the user's own, nor is one inside a backward.
         if threading.get_ident() == self._thread and not self._backward.is_running:
             self._once(self.algorithm.before_collective)
@@ -204,7 +204,7 @@ class RoundDriver:
             self._before_round()
 
     def _begin(self) -> None:
-        """Do what stands at the beginning of a round, before its first forward."""
+        """Do the work at the beginning of a round, before its first forward."""
         if self._observer is not None:
             self._observer.round_opens(self.replica.round)
         with exposed(self._observer, "begin_round"):
@@ -264,7 +264,7 @@ class RoundDriver:
             self.reducer.keep_earlier_gradients()
 
     def _notice_exception(self) -> None:
-        """A backward that has neither ended nor is running any more raised an exception."""
+        """Notice that the last backward raised an exception: it has not ended, and is not running any more."""
         if self.round.phase in (Phase.BACKWARD, Phase.LOCAL_BACKWARD) and not self._backward.is_running:
             self.round.apply(Event.FAILURE if self.reducer.has_sent else Event.RAISED)
             self.reducer.reset()
