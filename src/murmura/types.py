@@ -1,4 +1,4 @@
-"""The enums of the library and the one protocol that collectives are written against.
+"""The enums of the library.
 
 Enums are strings: ``ReduceOp.MEAN == "mean"``, and every public function takes either. Strings become enums at
 the edge, through `parse`, which names the known values when it meets an unknown one.
@@ -6,11 +6,8 @@ the edge, through `parse`, which names the known values when it meets an unknown
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import Protocol, TypeVar, runtime_checkable
-
-from torch import Tensor
+from typing import TypeVar
 
 from murmura.errors import ConfigError
 
@@ -20,9 +17,7 @@ __all__ = [
     "Exchanges",
     "NonFinite",
     "PeerSelection",
-    "PointToPoint",
     "ReduceOp",
-    "Streaming",
     "TransportKind",
     "parse",
 ]
@@ -97,36 +92,3 @@ def parse(enum: type[E], value: str, what: str) -> E:
     except ValueError:
         known = ", ".join(repr(str(member)) for member in enum)
         raise ConfigError(f"{what}={value!r} is unknown. Known: {known}.") from None
-
-
-class PointToPoint(Protocol):
-    """What a collective needs of a transport: a rank, a number of ranks, and one exchange.
-
-    `exchange` sends each tensor of `sends` to its rank and fills each tensor of `recvs` from its rank, all at
-    once, and returns when every one of them is done. Between two ranks messages arrive in the order they were sent.
-    """
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def exchange(
-        self,
-        sends: Sequence[tuple[Tensor, int]],
-        recvs: Sequence[tuple[Tensor, int]],
-        *,
-        timeout: float | None = None,
-    ) -> object: ...
-
-
-@runtime_checkable
-class Streaming(Protocol):
-    """A transport that hands over a long message in parts, so that they can be worked on while the rest travels."""
-
-    def stream(
-        self, outgoing: Tensor, dst: int, incoming: Tensor, src: int, *, timeout: float | None = None
-    ) -> Iterator[tuple[int, int]]:
-        """Exchange two flat tensors; yield the bounds of each part of `incoming` when it has come, in order."""
-        ...

@@ -27,7 +27,7 @@ from murmura import (
     Transport,
     run_world,
 )
-from murmura.transports.hierarchical import parts as hierarchical
+from murmura.transports.hierarchical import groups as hierarchical
 from worlds import SECONDS
 
 PLACEMENTS = ([0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 2, 2])

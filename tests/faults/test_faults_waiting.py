@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import time
 
 import pytest
 from acts import be_interrupted, be_interrupted_at_random, be_interrupted_beside_a_thread, wait_for_one
@@ -18,7 +19,7 @@ from murmura.transports import failures
 def test_a_warning_comes_after_ten_seconds_and_then_ever_less_often(monkeypatch, caplog):
     assert failures.STALL_SECONDS == 10.0
     now = 1000.0
-    monkeypatch.setattr(failures.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     deadline = failures.WaitDeadline(failures.Reporter(2, range(8)), "all_reduce #7", 600.0)
     warned = []
     with caplog.at_level(logging.WARNING, "murmura"):

@@ -155,7 +155,7 @@ def test_two_jobs_that_meet_at_one_place_are_told(tmp_path: Path) -> None:
     store = file_store(str(tmp_path / "store"), 2)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(sign_in, store, 0, 2, 5.0)
-        while not store.check(["meeting"]):
+        while not store.check(["rendezvous"]):
             time.sleep(0.001)
         second = pool.submit(sign_in, file_store(str(tmp_path / "store"), 2), 0, 2, 3.0)
         with pytest.raises(RendezvousError, match=r"another process .* signs in as the same rank"):
@@ -168,7 +168,7 @@ def test_two_jobs_that_meet_at_one_place_are_told(tmp_path: Path) -> None:
 def test_a_strangers_entry_hides_no_death(tmp_path: Path, secret: str | None, garbage: bytes) -> None:
     plain = file_store(str(tmp_path / "store"), 2)
     store = SignedStore(plain, secret, "job") if secret else plain
-    for key in ("departed/1", "stalled/1"):
+    for key in ("exited/1", "stalled/1"):
         plain.set(key, garbage)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     liveness = Liveness({1: child.pid})

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from murmura.transports.base import Transport
+from murmura.transports.host import leaders_of, members_of
 from murmura.types import ReduceOp
 
 
@@ -23,17 +24,16 @@ class Hierarchy:
     """
 
     def __init__(self, transport: Transport, by_host: bool) -> None:
-        members: dict[int, list[int]] = {}
-        for rank, host in enumerate(transport.hosts):
-            members.setdefault(host, []).append(rank)
+        leaders = leaders_of(transport.hosts)
         self._transport = transport
         self._inside: Transport | None = None
-        if by_host and 1 < len(members) < transport.world_size:
-            for ranks in members.values():  # every rank calls for every host: process groups want that
+        if by_host and 1 < len(leaders) < transport.world_size:
+            hosts = [members_of(transport.hosts, leader) for leader in leaders]
+            for ranks in hosts:  # every rank calls for every host: process groups want that
                 inside = transport.split("host", ranks)
                 self._inside = inside if inside is not None else self._inside
-            self.leaders = transport.split("leaders", [ranks[0] for ranks in members.values()])
-            self.shares: Sequence[int] = [len(ranks) for ranks in members.values()]
+            self.leaders = transport.split("leaders", leaders)
+            self.shares: Sequence[int] = [len(ranks) for ranks in hosts]
         else:
             self.leaders = transport
             self.shares = [1] * transport.world_size

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from murmura.collectives.chunks import chunk_bounds
+from murmura.collectives.deadline import Deadline
+from murmura.collectives.protocols import PointToPoint
 from murmura.collectives.reduction import Reduction
-from murmura.collectives.ring import Deadline
-from murmura.types import PointToPoint, ReduceOp
+from murmura.types import ReduceOp
 
 _BLOCK_BYTES = 4 * 2**20  # rank dst of a reduce holds this much of every rank at a time
 

@@ -6,25 +6,16 @@ takes a contiguous one-dimensional tensor and works in place; `timeout` bounds t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from murmura.collectives.chunks import chunk_bounds, is_small
+from murmura.collectives.deadline import Deadline
+from murmura.collectives.protocols import PointToPoint, Streaming
 from murmura.collectives.reduction import Reduction, check_reducible
-from murmura.types import PointToPoint, ReduceOp, Streaming
-
-
-class Deadline:
-    """Seconds left of a collective's time, for each of its exchanges; None while there is no limit."""
-
-    def __init__(self, timeout: float | None) -> None:
-        self._end = None if timeout is None else time.monotonic() + timeout
-
-    def left(self) -> float | None:
-        return None if self._end is None else max(0.001, self._end - time.monotonic())  # 0 is no time to wait
+from murmura.types import ReduceOp
 
 
 def all_reduce(

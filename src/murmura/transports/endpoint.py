@@ -16,7 +16,7 @@ from torch import Tensor
 
 from murmura.errors import ConfigError, TransportClosed, UsageError
 from murmura.observe.recorder import Probe
-from murmura.transports.checks import check_timeout
+from murmura.transports.checks import check_members, check_timeout
 from murmura.transports.failures import ExitNotice, Reporter
 from murmura.transports.listeners import CollectiveListeners
 from murmura.transports.serial_executor import SerialExecutor, Ticket
@@ -50,7 +50,9 @@ class Endpoint:
         self._executor = SerialExecutor(f"{self.name}-rank{rank}")
         self._executor.close_with(self)  # if it is dropped without being closed
         self._num_collectives = 0
+        self._split_counts: dict[tuple[str, Sequence[int]], int] = {}
         self._splits: weakref.WeakSet[Any] = weakref.WeakSet()  # kept alive by whoever uses them
+        self._parent: Endpoint | None = None  # that this was split off
         self._failures: list[BaseException] = []  # of this endpoint and all that was split off
         self._ranks_in_parent: Sequence[int] = range(world_size)  # by rank here, if this was split off
         self._probe: Probe | None = None
@@ -126,9 +128,31 @@ class Endpoint:
 
     # Channels and observers
 
+    def split_members(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
+        """The ranks of a split, None meaning all, once they are checked; None if this rank is none of them."""
+        members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
+        check_members(members, self.world_size)
+        self.check_usable()
+        return members if self.rank in members else None
+
+    def split_ordinal(self, name: str, members: Sequence[int]) -> int:
+        """Count the splits of this name: the k-th is one channel on all members, whatever else they split."""
+        ordinal = self._split_counts[name, members] = self._split_counts.get((name, members), 0) + 1
+        return ordinal
+
+    def split_options(self, name: str, members: Sequence[int]) -> dict[str, Any]:
+        """What the constructor of a split of `members` is given: hosts, timeout, name and world_ranks."""
+        return {
+            "hosts": [self.hosts[member] for member in members],
+            "timeout": self.timeout,
+            "name": f"{self.name}/{name}",
+            "world_ranks": [self.world_ranks[member] for member in members],
+        }
+
     def keep_split(self, split: Endpoint, members: Sequence[int] | None) -> None:
         """Close, abort and observe `split` together with this; `members` are its ranks here, None for all."""
         self._splits.add(split)
+        split._parent = self  # so that a channel that was dropped still hands on what ends this one
         split._failures = self._failures
         if split.world_size == self.world_size:
             split._listeners = self._listeners

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+from murmura.collectives.deadline import Deadline
 from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportClosed, TransportError
 
 __all__ = ["DIED", "ExitNotice", "Reporter", "WaitDeadline", "follow", "mismatch", "words_of"]
@@ -230,33 +230,24 @@ class Reporter:
         return error
 
 
-class WaitDeadline:
-    """How long one wait may still last; warns when it has become long, ever less often."""
+class WaitDeadline(Deadline):
+    """The deadline of one wait for peers; it warns when the wait has become long, each time after twice as long."""
 
-    def __init__(self, reporter: Reporter, operation: str, timeout: float) -> None:
+    def __init__(self, reporter: Reporter, operation: str, timeout: float | None = None) -> None:
+        super().__init__(timeout)
         self._reporter = reporter
         self._operation = operation
-        self._began = time.monotonic()
-        self._timeout = timeout
         self._warn_after = STALL_SECONDS
-
-    @property
-    def waited(self) -> float:
-        return time.monotonic() - self._began
-
-    @property
-    def left(self) -> float:
-        return self._timeout - self.waited
 
     def check(self, awaited: Sequence[int], state: str = "") -> None:
         """Raise `PeerTimeout` if the time is up; warn if the wait has become long."""
         waited = self.waited
-        if waited >= self._timeout:
+        if waited >= self.timeout:
             raise self._reporter.timed_out(awaited, self._operation, waited, state)
         if waited >= self._warn_after:
             self._warn_after *= 2
             log.warning(
                 "rank %d has waited %.0f s for %s in %s; it gives up after %.0f s.%s",
-                self._reporter.own, waited, _name(self._reporter.names(awaited)), self._operation, self._timeout,
+                self._reporter.own, waited, _name(self._reporter.names(awaited)), self._operation, self.timeout,
                 f" {state}" if state else "",
             )  # fmt: skip

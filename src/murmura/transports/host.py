@@ -1,4 +1,4 @@
-"""Which host a process is on, and whether a process of this host still lives."""
+"""Which host a process is on, which ranks share one, and whether a process of this host still lives."""
 
 from __future__ import annotations
 
@@ -30,6 +30,16 @@ def number_hosts(identities: Sequence[str]) -> list[int]:
     """For each rank the index of its host, in the order in which the hosts first appear."""
     order = list(dict.fromkeys(identities))
     return [order.index(identity) for identity in identities]
+
+
+def members_of(hosts: Sequence[int], rank: int) -> list[int]:
+    """The ranks on the host of `rank`."""
+    return [each for each, host in enumerate(hosts) if host == hosts[rank]]
+
+
+def leaders_of(hosts: Sequence[int]) -> list[int]:
+    """The first rank of each host."""
+    return [hosts.index(host) for host in dict.fromkeys(hosts)]
 
 
 class Liveness:

@@ -21,7 +21,7 @@ from murmura.errors import ConfigError
 from murmura.observe.recorder import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
-from murmura.transports.checks import check_members, describe
+from murmura.transports.checks import describe
 from murmura.transports.failures import ExitNotice, WaitDeadline, follow
 from murmura.types import ReduceOp
 
@@ -94,7 +94,6 @@ class InProcessTransport(Transport):
         super().__init__(rank, state.world_size, hosts=hosts, timeout=timeout, name=name, world_ranks=world_ranks)
         self._state = state
         self._waiting_probe: Probe | None = None
-        self._split_counts: dict[Any, int] = {}
 
     @classmethod
     def create_group(
@@ -115,15 +114,11 @@ class InProcessTransport(Transport):
         return [cls(state, rank, hosts=hosts, timeout=timeout) for rank in range(n)]
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> InProcessTransport | None:
-        members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
-        check_members(members, self.world_size)
-        self.check_usable()
-        if self.rank not in members:
+        members = self.split_members(ranks)
+        if members is None:
             return None
         agreement.on_split(self, name, members)
-        # The k-th split of a name is one channel on every member, whatever else they split in between.
-        ordinal = self._split_counts[name, members] = self._split_counts.get((name, members), 0) + 1
-        key = name, members, ordinal
+        key = name, members, self.split_ordinal(name, members)
         with self._state.changed:
             state = self._state.splits.setdefault(key, _SharedState(len(members), self._state, members))
             state.num_joined += 1
@@ -132,10 +127,7 @@ class InProcessTransport(Transport):
         split = InProcessTransport(
             state,
             members.index(self.rank),
-            hosts=[self.hosts[rank] for rank in members],
-            timeout=self.timeout,
-            name=f"{self.name}/{name}",
-            world_ranks=[self.world_ranks[rank] for rank in members],
+            **self.split_options(name, members),
         )
         self.keep_split(split, members)
         return split
@@ -290,5 +282,5 @@ class InProcessTransport(Transport):
                     called = "an exchange" if state.awaits[peer] == self.rank else state.last_call(peer)
                     calls[peer] = f"{called}, waiting for rank {reporter.own}"
                     raise reporter.mismatch(operation, calls)
-            deadline.check(state.at_fault(awaited) if deadline.left <= 0 else awaited)
-            state.changed.wait(max(0.001, min(deadline.left, 1.0)))
+            deadline.check(state.at_fault(awaited) if deadline.remaining <= 0 else awaited)
+            state.changed.wait(max(0.001, min(deadline.remaining, 1.0)))

@@ -7,7 +7,6 @@ do, it does; the rest is built on `exchange`. Its failures are translated: who, 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -18,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from murmura.collectives import ring
+from murmura.collectives.deadline import Deadline
 from murmura.errors import ConfigError, PeerTimeout, TransportError, UsageError
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.challenge import prove_to_each_other
-from murmura.transports.checks import Check, check_members, check_timeout, describe_exchange, flatten
+from murmura.transports.checks import Check, check_timeout, describe_exchange, flatten
 from murmura.transports.checks import store as bring_back
 from murmura.transports.failure_log import FailureLog
 from murmura.transports.failures import ExitNotice, Reporter, WaitDeadline
@@ -95,7 +95,6 @@ class ProcessGroupTransport(Transport):
             self._failure_log = FailureLog(self._store, rank, world_size, self._liveness, self.reporter)
         self._group_store: Store | None = None  # torch does not keep alive what it was handed
         self._owns_group = False
-        self._split_counts: dict[Any, int] = {}
         self._call = ""  # in words, of the operation under way
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._awaited = self._peers  # whom it waits for
@@ -155,19 +154,15 @@ class ProcessGroupTransport(Transport):
             bring_back(flat, out)
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> ProcessGroupTransport | None:
-        members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
-        check_members(members, self.world_size)
-        self.check_usable()
-        if self.rank not in members:
+        members = self.split_members(ranks)
+        if members is None:
             return None
         if self._store is None:
             raise UsageError(
                 "this process group does not give its store, so no channel can be split off. "
                 "Pass it: ProcessGroupTransport(group, store=store), or make the transport with join() or connect()."
             )
-        # The k-th split of a name is one channel on every member, whatever else they split in between.
-        ordinal = self._split_counts[name, members] = self._split_counts.get((name, members), 0) + 1
-        label = f"split/{name}/{'-'.join(map(str, members))}/{ordinal}"
+        label = f"split/{name}/{'-'.join(map(str, members))}/{self.split_ordinal(name, members)}"
         failure_log = self._failure_log
         assert failure_log is not None  # there is a store
         try:
@@ -177,10 +172,7 @@ class ProcessGroupTransport(Transport):
                 len(members),
                 backend=self._backend,
                 check=self.check,
-                timeout=self.timeout,
-                hosts=[self.hosts[member] for member in members],
-                name=f"{self.name}/{name}",
-                world_ranks=[self.world_ranks[member] for member in members],
+                **self.split_options(name, members),
                 watch=lambda: failure_log.cause(f"split({name!r})", among=members),
             )
         except (UsageError, ConfigError):
@@ -264,7 +256,7 @@ class ProcessGroupTransport(Transport):
 
     def _watched(self, what: str, ticket: Ticket) -> Ticket:
         """Let the thread that waits for `ticket` warn if that takes long: the one that waits inside torch cannot."""
-        begin, peers = partial(WaitDeadline, self.reporter, what, float("inf")), self._peers
+        begin, peers = partial(WaitDeadline, self.reporter, what), self._peers
         ticket.watch = lambda: partial(begin().check, peers)
         return ticket
 
@@ -296,13 +288,11 @@ class ProcessGroupTransport(Transport):
         self._await(start, timeout)
 
     def _exchange_checked(self, outgoing: Pairs, incoming: Pairs, sends: Pairs, recvs: Pairs, timeout: float) -> None:
-        began = time.monotonic()
-
-        def wait(work: Any) -> None:
-            work.wait(timedelta(seconds=max(0.001, began + timeout - time.monotonic())))
-
-        with self._translated(began):
-            agreement.exchange(self._group, wait, outgoing, incoming, sends, recvs, self.reporter)
+        deadline = Deadline(timeout)
+        with self._translated(deadline):
+            agreement.exchange(
+                self._group, lambda work: _wait(work, deadline), outgoing, incoming, sends, recvs, self.reporter
+            )
 
     def stream(
         self, outgoing: Tensor, dst: int, incoming: Tensor, src: int, *, timeout: float | None = None
@@ -312,21 +302,20 @@ class ProcessGroupTransport(Transport):
             self.move([(outgoing, dst)], [(incoming, src)], self.seconds(timeout))
             yield 0, incoming.numel()
             return
-        began = time.monotonic()
-        deadline = began + self.seconds(timeout)
+        deadline = Deadline(self.seconds(timeout))
         step = max(1, _PART_BYTES // outgoing.element_size())
         parts = [(start, min(start + step, incoming.numel())) for start in range(0, incoming.numel(), step)]
-        with self._translated(began):
+        with self._translated(deadline):
             receives = [self._group.recv([incoming[start:stop].view(torch.uint8)], src, 0) for start, stop in parts]
             sends = [
                 self._group.send([outgoing[start : start + step].view(torch.uint8)], dst, 0)
                 for start in range(0, outgoing.numel(), step)
             ]
             for work, bounds in zip(receives, parts, strict=True):
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                _wait(work, deadline)
                 yield bounds
             for work in sends:
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                _wait(work, deadline)
 
     def _start_coalesced(self, sends: Pairs, recvs: Pairs) -> Any:
         # A group of torch.distributed asks for the device; a bare backend, as `join` builds it, has one.
@@ -340,19 +329,18 @@ class ProcessGroupTransport(Transport):
 
     def _await(self, start: Callable[[timedelta], Any], timeout: float | None) -> None:
         """Start works of the group and wait for all of them; their failure becomes one of ours."""
-        seconds = self.seconds(timeout)
-        began = time.monotonic()
-        with self._translated(began):
-            works = start(timedelta(seconds=seconds))
+        deadline = Deadline(self.seconds(timeout))
+        with self._translated(deadline):
+            works = start(timedelta(seconds=deadline.timeout))
             for work in works if isinstance(works, list) else [works]:
-                work.wait(timedelta(seconds=max(0.001, began + seconds - time.monotonic())))
+                _wait(work, deadline)
 
     @contextlib.contextmanager
-    def _translated(self, began: float) -> Iterator[None]:
+    def _translated(self, deadline: Deadline) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            waited = time.monotonic() - began
+            waited = deadline.waited
             if self.failure is not None:  # aborted meanwhile, or closed, which is the cause
                 raise self.reporter.aborted(self.failure, self.operation, waited) from error
             if self.closed:
@@ -380,6 +368,10 @@ class ProcessGroupTransport(Transport):
 def is_timeout(error: Exception) -> bool:
     """Whether an error of torch's says that a time was up."""
     return "imed out" in str(error) or "imeout" in str(error)
+
+
+def _wait(work: Any, deadline: Deadline) -> None:
+    work.wait(timedelta(seconds=deadline.left() or 0.001))
 
 
 def _limited(options: Any, limit: timedelta) -> Any:

@@ -78,10 +78,10 @@ def reach_store(host: str, port: int, rank: int, timeout: float) -> Store:
             )
         time.sleep(PAUSE_SECONDS)  # nothing to wait on: nobody listens yet
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
-    deadline = min(GREET_SECONDS, max(0.5, deadline - time.monotonic()))
+    seconds = min(GREET_SECONDS, max(0.5, deadline - time.monotonic()))
     greet = functools.partial(make, host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
     try:  # in a thread, because torch waits for the greeting of whoever listens there without end
-        store = run_watched(greet, deadline, nobody)
+        store = run_watched(greet, seconds, nobody)
     except TimeoutError:
         store = None
     except (dist.DistError, RuntimeError) as error:
@@ -92,7 +92,7 @@ def reach_store(host: str, port: int, rank: int, timeout: float) -> Store:
     if store is None:
         raise RendezvousError(
             f"rank {rank} found at {host}:{port} a program that is no store of torch's: it did not answer for "
-            f"{deadline:.1f} s. Choose another port for coordinator_addr, on all ranks.",
+            f"{seconds:.1f} s. Choose another port for coordinator_addr, on all ranks.",
             (0,),
         )
     return store
@@ -141,7 +141,7 @@ class Roster:
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a rank says of itself: `answers` is the token of the session it has come to."""
+    """What a rank says of itself: `answers` is the token of the rendezvous it answers."""
 
     answers: str
     nonce: str
@@ -165,15 +165,15 @@ def sign_in(
 ) -> Roster:
     """Say that this rank is here and wait for all others; `RendezvousError` names those that do not come.
 
-    Rank 0 opens a session under a token that nobody has used, the others answer it, and rank 0 publishes who has come.
-    An answer holds a number that only its rank knows, so nothing that an earlier session left in the store is taken
+    Rank 0 opens a rendezvous under a token that nobody has used, the others answer it, and rank 0 publishes who came.
+    An answer holds a number that only its rank knows, so nothing that an earlier rendezvous left in the store is taken
     for this one. `watch` tells of ranks that cannot come any more.
     """
     reporter = reporter or Reporter(rank, range(world_size))
-    session = _Meeting(store, rank, world_size, timeout, reporter, watch)
+    rendezvous = _Rendezvous(store, rank, world_size, timeout, reporter, watch)
     try:
-        with contextlib.closing(session.liveness):
-            token, entries = session.hold() if rank == 0 else session.attend()
+        with contextlib.closing(rendezvous.liveness):
+            token, entries = rendezvous.hold() if rank == 0 else rendezvous.attend()
     except dist.DistError as error:
         raise StoreLost(
             f"rank {rank} lost the store while the ranks were signing in. Whoever serves it, rank 0 or a launcher, has "
@@ -186,7 +186,7 @@ def sign_in(
     return Roster(rank, hosts, pids, under(store, token), reporter.world_ranks)
 
 
-class _Meeting:
+class _Rendezvous:
     def __init__(
         self, store: Store, rank: int, world_size: int, timeout: float, reporter: Reporter, watch: Watch
     ) -> None:
@@ -202,10 +202,10 @@ class _Meeting:
         """As rank 0."""
         own = replace(self._own, answers=secrets.token_hex(8))
         came = {0: own}
-        self._store.set("session", own.to_bytes())
+        self._store.set("rendezvous", own.to_bytes())
 
         def all_came() -> bool:
-            self._keep("session", own)
+            self._keep("rendezvous", own)
             for peer in range(self._world_size):
                 if peer not in came:
                     entry = self._entry(f"here/{peer}", peer)
@@ -237,18 +237,18 @@ class _Meeting:
 
         def is_over() -> bool:
             nonlocal own
-            session = self._entry("session", 0)
-            # Before a newer session is answered: the one we came to may have ended, and that is the next.
+            opened = self._entry("rendezvous", 0)
+            # Before a newer rendezvous is answered: the one we came to may have ended, and that is the next.
             for token in tokens:
                 entries = self._roster(token)
                 if entries is not None and entries[self._rank].nonce == own.nonce:
                     found.append((token, entries))
                     return True
-            if session is not None and session.answers not in tokens:
-                tokens.append(session.answers)
-                own = replace(own, answers=session.answers)
+            if opened is not None and opened.answers not in tokens:
+                tokens.append(opened.answers)
+                own = replace(own, answers=opened.answers)
                 self._store.set(key, own.to_bytes())
-                self._attend_to(0, session)
+                self._attend_to(0, opened)
             self._keep(key, own)
             return False
 

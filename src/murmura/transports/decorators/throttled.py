@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from murmura.collectives.deadline import Deadline
 from murmura.errors import ConfigError
 from murmura.observe.recorder import Probe
 from murmura.transports.base import Pairs, Transport
@@ -76,12 +77,12 @@ class ThrottledTransport(Transport):
     def do_exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
         sent = sum(tensor.nbytes for tensor, _ in sends)
         received = sum(out.nbytes for out, _ in recvs)
-        began = time.monotonic()
+        began, deadline = time.monotonic(), Deadline(self.seconds(timeout))
         self.inner.exchange(sends, recvs, timeout=timeout)
         self.sent_bytes += sent
         seconds = self._latency + max(sent, received) / self.bytes_per_second
         peers = sorted({peer for _, peer in (*sends, *recvs)})
-        self._pass_time(self._link.carry(began, seconds), began, began + self.seconds(timeout), peers)
+        self._pass_time(self._link.carry(began, seconds), deadline, peers)
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> ThrottledTransport | None:
         split = self.inner.split(name, ranks)
@@ -111,12 +112,12 @@ class ThrottledTransport(Transport):
         name = self.operation.partition(" ")[0]
         self.inner.run_in_turn(name, lambda: self.inner.compare_calls(call, timeout))
 
-    def _pass_time(self, until: float, began: float, deadline: float, peers: Sequence[int]) -> None:
+    def _pass_time(self, until: float, deadline: Deadline, peers: Sequence[int]) -> None:
         while (left := until - time.monotonic()) > 0:
-            if time.monotonic() >= deadline:
+            if deadline.remaining <= 0:
                 state = f"The link of {self._bandwidth} needs longer."
-                raise self.reporter.timed_out(peers, self.operation, time.monotonic() - began, state)
-            if self._ended.wait(min(left, max(0.0, deadline - time.monotonic()))):
+                raise self.reporter.timed_out(peers, self.operation, deadline.waited, state)
+            if self._ended.wait(min(left, max(0.0, deadline.remaining))):
                 if self.failure is not None:  # aborted by another thread
-                    raise self.reporter.aborted(self.failure, self.operation, time.monotonic() - began)
+                    raise self.reporter.aborted(self.failure, self.operation, deadline.waited)
                 raise self.reporter.closed(self.operation)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from murmura.errors import PeerTimeout, RendezvousError, TransportError
 from murmura.transports.failure_log import FailureLog
+from murmura.transports.host import leaders_of, members_of
 from murmura.transports.objects import broadcast_bytes
 from murmura.transports.process_group import ProcessGroupTransport, is_timeout
 from murmura.transports.rendezvous import Store, under
@@ -41,16 +42,6 @@ class ManagedGroup(ProcessGroupTransport):
 
     def _explain(self, error: Exception, waited: float) -> Exception:
         return (PeerTimeout if is_timeout(error) else TransportError)(str(error), rank=self.reporter.own)
-
-
-def members_of(hosts: Sequence[int], rank: int) -> list[int]:
-    """The ranks on the host of `rank`."""
-    return [each for each, host in enumerate(hosts) if host == hosts[rank]]
-
-
-def leaders_of(hosts: Sequence[int]) -> list[int]:
-    """The first rank of each host."""
-    return [hosts.index(host) for host in dict.fromkeys(hosts)]
 
 
 def cut(flat: Tensor) -> Sequence[Tensor]:

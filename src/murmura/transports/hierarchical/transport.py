@@ -17,15 +17,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from murmura.collectives.ring import Deadline
+from murmura.collectives.deadline import Deadline
 from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportError
 from murmura.observe.recorder import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
-from murmura.transports.checks import check_members, describe_exchange
+from murmura.transports.checks import describe_exchange
 from murmura.transports.failures import ExitNotice, WaitDeadline, mismatch
 from murmura.transports.hierarchical import groups
 from murmura.transports.hierarchical.groups import SEGMENTS_AHEAD, ManagedGroup, cut
+from murmura.transports.host import leaders_of, members_of
 from murmura.transports.process_group import Check, ProcessGroupTransport
 from murmura.transports.rendezvous import Store, under
 from murmura.transports.serial_executor import Ticket
@@ -65,12 +66,11 @@ class HierarchicalTransport(Transport):
         self.check = parse(Check, check, "check")
         self._store, self._backend = store, backend
         self._across, self._inside, self._between = across, inside, between
-        self._leaders = groups.leaders_of(self.hosts)
-        self._members = groups.members_of(self.hosts, self.rank)
+        self._leaders = leaders_of(self.hosts)
+        self._members = members_of(self.hosts, self.rank)
         self._place = {member: place for place, member in enumerate(self._members)}  # of a rank on this host
         self._others = [rank for rank in range(self.world_size) if rank != self.rank]
         self._neighbours = [rank for rank in self._members if rank != self.rank]
-        self._split_counts: dict[Any, int] = {}
         self._call, self._began = "", 0.0  # of the operation under way: what was called, and when
 
     @classmethod
@@ -117,10 +117,8 @@ class HierarchicalTransport(Transport):
     # Transport's contract
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> Transport | None:
-        members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
-        check_members(members, self.world_size)
-        self.check_usable()
-        if self.rank not in members:
+        members = self.split_members(ranks)
+        if members is None:
             return None
         split: Transport | None = self.run_in_turn("exchange", lambda: self._split(name, members))
         return split
@@ -191,7 +189,7 @@ class HierarchicalTransport(Transport):
         deadline = Deadline(self.seconds(timeout))
         self.compare_calls(call, timeout)
         at_home = src in self._place
-        home = self._leaders.index(groups.members_of(self.hosts, src)[0])
+        home = self._leaders.index(members_of(self.hosts, src)[0])
         segments = cut(flat.view(torch.uint8))
         copies = []
         for segment in segments:
@@ -293,20 +291,15 @@ class HierarchicalTransport(Transport):
             self.keep_split(inside, members)
             return inside
         agreement.on_split(self, name, members)
-        # The k-th split of a name is one channel on every member, whatever else they split in between.
-        ordinal = self._split_counts[name, members] = self._split_counts.get((name, members), 0) + 1
+        ordinal = self.split_ordinal(name, members)
         store = under(self._store, f"split/{name}/{'-'.join(map(str, members))}/{ordinal}")
         rank, size = members.index(self.rank), len(members)
-        hosts = [self.hosts[member] for member in members]
         options: dict[str, Any] = {
-            "timeout": self.timeout,
-            "hosts": hosts,
-            "name": f"{self.name}/{name}",
-            "world_ranks": [self.world_ranks[member] for member in members],
+            **self.split_options(name, members),
             "watch": lambda: self._across.failure_log.cause(f"split({name!r})", among=members),
         }
         split: Transport
-        if len(set(hosts)) == size:
+        if len(set(options["hosts"])) == size:
             split = ProcessGroupTransport.join(store, rank, size, backend=self._backend, check=self.check, **options)
         else:
             split = self._build(
@@ -339,7 +332,7 @@ class HierarchicalTransport(Transport):
         return group.submit(name, guarded)
 
     def _await(self, ticket: Ticket, awaited: Sequence[int] | None = None) -> None:
-        deadline = WaitDeadline(self.reporter, self.operation, float("inf"))  # the operation has a deadline of its own
+        deadline = WaitDeadline(self.reporter, self.operation)  # the operation has a deadline of its own
         with self._explained(self._others):
             while not ticket.await_end(1.0):
                 deadline.check(self._others if awaited is None else awaited)

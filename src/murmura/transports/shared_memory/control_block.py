@@ -175,7 +175,7 @@ class ControlBlock:
                 seen = words[own + WAKE] & 0xFFFFFFFF
                 self.fence()
                 if missing():
-                    futex.wait(wake_address, seen, min(nap, max(0.0, deadline.left)))
+                    futex.wait(wake_address, seen, min(nap, max(0.0, deadline.remaining)))
             finally:
                 words[own + ASLEEP] = 0
             self.fence()
@@ -189,7 +189,7 @@ class ControlBlock:
                 raise self.reporter.closed(operation)
             self._check_exited(missing, operation, deadline.waited)
             self._check_stuck(missing, operation, stuck)
-            if deadline.left > 0:
+            if deadline.remaining > 0:
                 deadline.check(awaited)
             else:  # whoever sleeps in an exchange is not at fault, but whom it waits for
                 at_fault = list(dict.fromkeys(follow(peer, self._awaited_by) for peer in awaited))

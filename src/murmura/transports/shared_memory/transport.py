@@ -16,7 +16,7 @@ from murmura.errors import ConfigError
 from murmura.observe.recorder import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Async, Op, Pairs, Seconds, Sync, Transport
-from murmura.transports.checks import check_members, check_timeout, describe, describe_call, flatten, store
+from murmura.transports.checks import check_timeout, describe, describe_call, flatten, store
 from murmura.transports.failures import ExitNotice
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.shared_memory import futex, rendezvous
@@ -122,10 +122,8 @@ class SharedMemoryTransport(Transport):
             store(flat, out)
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> SharedMemoryTransport | None:
-        members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
-        check_members(members, self.world_size)
-        self.check_usable()
-        if self.rank not in members:
+        members = self.split_members(ranks)
+        if members is None:
             return None
         place = self._segment.take(block_bytes(len(members)))
         self._segment.bytes[place : place + slots_at(len(members))] = 0  # a tensor may have lain there
@@ -136,10 +134,7 @@ class SharedMemoryTransport(Transport):
             members.index(self.rank),
             places,
             [self._life_fds[peer] for peer in members],
-            hosts=[self.hosts[peer] for peer in members],
-            timeout=self.timeout,
-            name=f"{self.name}/{name}",
-            world_ranks=[self.world_ranks[peer] for peer in members],
+            **self.split_options(name, members),
         )
         retire = weakref.finalize(split, _retire, split._control, split._session)  # also if it is only dropped
         retire.atexit = False
