@@ -24,21 +24,21 @@ from worlds import SECONDS
 
 
 class AnnouncedImpl(GradientAllReduceAlgorithmImpl):
-    def __init__(self, process_group: Transport, home: list[threading.Event]) -> None:
+    def __init__(self, process_group: Transport, reduced: list[threading.Event]) -> None:
         super().__init__(process_group)
-        self.home = home
+        self.reduced = reduced
 
     def on_bucket_ready(self, bucket: Bucket) -> None:
         super().on_bucket_ready(bucket)
-        self.home[bucket.index].set()
+        self.reduced[bucket.index].set()
 
 
 @dataclass(frozen=True)
 class Announced(Algorithm):
-    """Gradient all-reduce that says which buckets are home."""
+    """Gradient all-reduce that says which buckets are reduced."""
 
     impl: ClassVar[type[AlgorithmImpl]] = AnnouncedImpl
-    home: list[threading.Event] = field(default_factory=list)
+    reduced: list[threading.Event] = field(default_factory=list)
 
 
 class WaitInBackward(nn.Module):
@@ -59,29 +59,29 @@ class WaitInBackward(nn.Module):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_bucket_comes_home_while_backward_goes_on(num_ranks: int) -> None:
+def test_a_bucket_is_reduced_while_backward_goes_on(num_ranks: int) -> None:
     """Backward cannot reach the first layer before the bucket of the last one has been exchanged."""
 
     def run(transport: Transport) -> tuple[bool, list[bool]]:
-        home = [threading.Event() for _ in range(2)]
-        wait = WaitInBackward(home[0])
+        reduced = [threading.Event() for _ in range(2)]
+        wait = WaitInBackward(reduced[0])
         model = nn.Sequential(nn.Linear(2, 2, bias=False), wait, nn.Linear(2, 2, bias=False))
-        ddp = DDP(model, transport, algorithm=Announced(home), bucket_size_bytes=1)
+        ddp = DDP(model, transport, algorithm=Announced(reduced), bucket_size_bytes=1)
         ddp(values(3, 2, seed=transport.rank)).sum().backward()
-        return wait.came, [event.is_set() for event in home]
+        return wait.came, [event.is_set() for event in reduced]
 
     assert on_ranks(run, num_ranks) == [(True, [True, True])] * num_ranks
 
 
 def test_inside_no_sync_nothing_travels() -> None:
     def run(transport: Transport) -> list[bool]:
-        home = [threading.Event()]
-        ddp = DDP(nn.Linear(2, 2, bias=False), transport, algorithm=Announced(home))
+        reduced = [threading.Event()]
+        ddp = DDP(nn.Linear(2, 2, bias=False), transport, algorithm=Announced(reduced))
         with ddp.no_sync():
             ddp(values(3, 2, seed=transport.rank)).sum().backward()
-        seen = [home[0].is_set()]
+        seen = [reduced[0].is_set()]
         ddp.sync_gradients()
-        return [*seen, home[0].is_set()]
+        return [*seen, reduced[0].is_set()]
 
     assert on_ranks(run, 2) == [[False, True]] * 2
 

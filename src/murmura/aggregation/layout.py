@@ -91,7 +91,7 @@ def _in_a_line(text: Sequence[str], differing: int | None) -> str:
 
 
 def _keys(layout: Sequence[Slot]) -> list[tuple[str, int]]:
-    """What groups the tensors: equal layouts give equal groups on every rank."""
+    """The keys by which tensors are grouped: equal layouts give equal groups on every rank."""
     return [(slot.dtype, slot.device_number) for slot in layout]
 
 
@@ -103,7 +103,7 @@ class FlatBuffers:
         self._kept: dict[tuple[torch.dtype, torch.device, int], Tensor] = {}
 
     def pack(self, tensors: Sequence[Tensor], layout: Sequence[Slot]) -> list[Tensor]:
-        """A flat copy of each group, good until the next call."""
+        """A flat copy of each group, valid until the next call."""
         packing = FlatTensors(tensors, _keys(layout))
         flats = [
             self._take(group.numel, group.dtype, group.device, layout[group.members[0]].device_number)

@@ -6,25 +6,18 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from murmura.aggregation.base import GradientAggregator
-from murmura.aggregation.checks import check_place, check_sendable
-from murmura.aggregation.layout import FlatBuffers, check_same_layout, clones, from_json, layout_of, to_json, unpack
-from murmura.config import DistributedConfig
-from murmura.transports.base import Transport
+from murmura.aggregation.checks import check_sendable
+from murmura.aggregation.flat_mean import FlatMean
+from murmura.aggregation.layout import check_same_layout, clones, from_json, layout_of, to_json, unpack
 from murmura.transports.objects import broadcast_bytes
 from murmura.types import ReduceOp
 
 
-class ParameterServer(GradientAggregator):
+class ParameterServer(FlatMean):
     """A star: rank 0 collects from all, averages in rank order, and its result goes to all.
 
     The caller keeps the transport and closes it.
     """
-
-    def __init__(self, config: DistributedConfig, transport: Transport) -> None:
-        check_place(config, transport)
-        self._transport = transport
-        self._buffers = FlatBuffers(transport)
 
     def broadcast_params(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Rank 0's parameters, as new tensors, on every rank.
@@ -49,17 +42,12 @@ class ParameterServer(GradientAggregator):
 
     def reduce_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The mean of the gradients, as new tensors, the same bits on every rank."""
-        gradients = check_sendable(gradients, "gradients", mean=True)
-        if self._transport.world_size == 1:
-            return clones(gradients)
-        layout = layout_of(gradients)
-        flats = self._buffers.pack(gradients, layout)
-        check_same_layout(self._transport, "ParameterServer.reduce_gradients", layout)
-        for flat in flats:
-            self._transport.reduce(flat, dst=0, op=ReduceOp.MEAN)
-            self._transport.broadcast(flat, src=0)
-        return unpack(flats, gradients, layout)
+        return self.average(gradients, "ParameterServer.reduce_gradients")
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The same as `reduce_gradients`."""
         return self.reduce_gradients(gradients)
+
+    def average_flat(self, flat: Tensor) -> None:
+        self._transport.reduce(flat, dst=0, op=ReduceOp.MEAN)
+        self._transport.broadcast(flat, src=0)

@@ -1,4 +1,4 @@
-"""Averages weights by the clock, in a thread of its own, and never stands in training's way."""
+"""Averages weights at fixed intervals, in a thread of its own for which training never waits."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class AveragingLoop:
             log.error("averaging had failed after the last round: %s", str(self._error))  # handlers keep what they get
 
     def boundary(self, read: Callable[[Sequence[Tensor]], None], add: Callable[[Sequence[Tensor]], None]) -> None:
-        """Training is between two rounds: `add` what has come to the weights, and `read` them if that is wanted."""
+        """Called between two rounds: `add` a finished correction to the weights; `read` them for the next average."""
         self.correct(add)
         if self._turn is _Turn.SNAPSHOT:
             read(self._snapshot)
@@ -110,7 +110,7 @@ class AveragingLoop:
             self._turn = _Turn.AVERAGE
 
     def correct(self, add: Callable[[Sequence[Tensor]], None]) -> None:
-        """`add` what has come to the weights, if anything has; raises the error that the thread ended with."""
+        """`add` a finished correction to the weights, if there is one; raise the error that ended the thread."""
         if not self._is_closed:
             self._raise_error()
         if self._turn is _Turn.CORRECTION:
@@ -141,7 +141,7 @@ class AveragingLoop:
         self._stopping.wait(min(self._interval, TICK_SECONDS))
 
     def fail(self, error: BaseException) -> None:
-        """The thread ended with `error`: training shall hear of it, unless it only means that a rank has left."""
+        """Keep `error`, which ended the thread, for training to raise, unless it only means that a rank has left."""
         if isinstance(error, TransportClosed) or (isinstance(error, PeerLost) and error.left):
             log.info("averaging has ended: %s", error)
         else:

@@ -13,7 +13,7 @@ from murmura.transports.serial_executor import Ticket
 
 
 class PendingExchange:
-    """Tensors that an exchange under way has for itself."""
+    """An exchange under way; its tensors must not be used until `wait` returns."""
 
     def __init__(self, ticket: Ticket, streams: Sequence[torch.cuda.Stream]) -> None:
         self._ticket = ticket
@@ -24,7 +24,7 @@ class PendingExchange:
         return self._ticket.done()
 
     def wait(self) -> None:
-        """Wait until the tensors are the caller's again; raise what went wrong."""
+        """Wait until the exchange has ended and its tensors may be used again; raise its error."""
         self._ticket.wait()
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
@@ -38,7 +38,7 @@ class BackgroundExchanges:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def start(self, what: str, tensors: Sequence[Tensor], work: Callable[[], None]) -> PendingExchange:
-        """Run `work` on `tensors`, which it has for itself until they are taken back."""
+        """Run `work` on `tensors`, which must not be used until `wait` returns."""
         streams = [self._stream(device) for device in {tensor.device for tensor in tensors if tensor.is_cuda}]
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))

@@ -69,4 +69,4 @@ class BackwardTracker:
 
 
 def _nothing() -> None:
-    """Stands for a weak reference, when no backward is running."""
+    """Replaces a weak reference while no backward is running."""

@@ -163,7 +163,7 @@ class DDP(nn.Module):
         self._driver.sync(one_by_one=False)
 
     def settle(self) -> None:
-        """Do what an optimizer's step that was skipped on this rank still owes the others. Collective.
+        """Do the exchanges that an optimizer's step, skipped on this rank, has left undone. Collective.
 
         Every method here that needs it does it by itself, and so does every murmura collective. Call it before a
         collective that murmura cannot see, such as torch.distributed's own, where ranks may skip steps one by one.
@@ -249,7 +249,7 @@ class DDP(nn.Module):
     # Life
 
     def close(self) -> None:
-        """Do what a skipped step still owes, remove the hooks and end the communication; idempotent.
+        """Do the exchanges that a skipped step left undone, remove the hooks and end the communication; idempotent.
 
         Gradients stay usable. Training through the wrapper is refused from then on.
         """

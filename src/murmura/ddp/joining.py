@@ -87,7 +87,7 @@ class Joining:
                     real = True
                 except StopIteration:
                     real = False
-                self._model.settling.settle()  # other ranks may wait for what a skipped step owes
+                self._model.settling.settle()  # other ranks may wait for the exchanges of a step that was skipped here
                 votes = torch.tensor([int(real), int(not last)])
                 self._channel.all_reduce(votes, "sum")
                 num_with_data, num_without_any = votes.tolist()

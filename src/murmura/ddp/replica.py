@@ -56,7 +56,7 @@ class ModelReplica:
         return [optimizer for each in self._optimizers if (optimizer := each()) is not None]
 
     def remember(self, optimizer: Optimizer) -> bool:
-        """`optimizer` steps on the parameters; whether that is news."""
+        """Remember that `optimizer` steps on the parameters; return whether it was unknown."""
         if any(each() is optimizer for each in self._optimizers):
             return False
         self._optimizers = [each for each in self._optimizers if each() is not None] + [weakref.ref(optimizer)]

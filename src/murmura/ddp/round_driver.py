@@ -35,7 +35,7 @@ from murmura.types import Exchanges, NonFinite
 
 
 class RoundDriver:
-    """See the module's docstring. `world` is the transport of whose channels `replica` has one."""
+    """Drives the rounds of `module`. `replica` has a channel of `world`."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class RoundDriver:
             self._before_round()
 
     def _begin(self) -> None:
-        """Do what stands at the beginning of a round, before its first forward."""
+        """Do the work at the beginning of a round, before its first forward."""
         if self._observer is not None:
             self._observer.round_opens(self.replica.round)
         with exposed(self._observer, "begin_round"):
@@ -248,7 +248,7 @@ class RoundDriver:
             self.reducer.keep_earlier_gradients()
 
     def _notice_exception(self) -> None:
-        """A backward that has neither ended nor is running any more raised an exception."""
+        """Notice that the last backward raised an exception: it has not ended, and is not running any more."""
         if self.round.phase in (Phase.BACKWARD, Phase.LOCAL_BACKWARD) and not self._backward.is_running:
             self.round.apply(Event.FAILURE if self.reducer.has_sent else Event.RAISED)
             self.reducer.reset()

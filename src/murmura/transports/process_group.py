@@ -266,7 +266,7 @@ class ProcessGroupTransport(Transport):
 
     def _watched(self, what: str, ticket: Ticket) -> Ticket:
         """Let the thread that waits for `ticket` warn if that takes long: the one that waits inside torch cannot."""
-        begin, peers = partial(WaitDeadline, self.reporter, what, float("inf")), self._peers
+        begin, peers = partial(WaitDeadline, self.reporter, what), self._peers
         ticket.watch = lambda: partial(begin().check, peers)
         return ticket
 
