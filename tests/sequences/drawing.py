@@ -116,7 +116,7 @@ class _Walk(Position):
         always = self.is_warming
         spare = tuple(always or (self.is_lucky(0.5) and not self.spare_is_frozen) for _ in range(self.num_ranks))
         self.num_slots += 1
-        self.last_root_in_no_sync, self.root_waits = in_no_sync, True
+        self.last_root_in_no_sync = in_no_sync
         return Forward(self.num_slots - 1, kind, in_eval, in_no_sync, spare)
 
     def forward(self) -> None:
@@ -147,7 +147,7 @@ class _Walk(Position):
     def backward(self) -> None:
         slots = tuple(sorted(self.chance.sample(sorted(self.live), self.chance.randint(1, len(self.live)))))
         retain = LIVE in self.allowed and self.is_lucky(0.4)
-        if self.root_waits or any(self.live[slot].is_root for slot in slots):
+        if any(self.live[slot].is_root for slot in slots):
             is_local = in_no_sync = self.last_root_in_no_sync
             if MIXED in self.allowed and self.is_lucky(0.5):
                 in_no_sync = not in_no_sync
@@ -157,7 +157,6 @@ class _Walk(Position):
         if self.rounds_of_live:
             self.use(LIVE)
         self.add(Backward(slots, retain, in_no_sync))
-        self.root_waits = False
         if not retain:
             for slot in slots:
                 del self.live[slot]
@@ -323,7 +322,7 @@ class _Walk(Position):
         self.meet()
         if self.choice.name == "async":
             self.use(OWED)
-        self.root_waits = self.last_root_in_no_sync = False
+        self.last_root_in_no_sync = False
         lengths = tuple(self.chance.randint(1, 3) for _ in range(self.num_ranks))
         backwards = every = 1
         if JOIN in self.allowed:

@@ -41,7 +41,7 @@ class Position:
         self.round = 0
         self.is_open = self.is_held = False
         self.has_begun = False  # a forward of any kind has been, since the last round
-        self.last_root_in_no_sync = self.root_waits = False
+        self.last_root_in_no_sync = False
         self.rounds_since_step = 0
         self.num_steps = 0
         self.stepped: set[int] = set()

@@ -8,7 +8,7 @@ found here.
 Readings, where more than one is possible:
 
 - A backward that passes an output of the root is decided by the root's last forward, as in torch, also if that is
-  another one than the backward passes; and so is one that passes none while that forward still waits for a backward.
+  another one than the backward passes; one that passes none is decided when it starts.
 - The number of a meeting under shift_one is t // interval, also after a change of the algorithm: t goes on counting.
 - Inside a round (after its first training forward of the root, or after a local backward) nothing is settled, but for
   what other ranks wait for before a local backward's round has been opened.
@@ -85,7 +85,6 @@ class Replica:
         self.was_late = False  # the last round began in its backward
         self.is_held = False  # local backwards have left gradients for the round under way
         self.last_root_in_no_sync = False
-        self.root_waits = False  # no backward has been since the root's last forward
         self.losses: dict[int, tuple[Tensor, Forward]] = {}
         self.known = {name for name, each in model.named_parameters() if each.requires_grad}
         self.saved: dict[str, Any] = {}
@@ -173,7 +172,6 @@ class Replica:
         return loss
 
     def backward(self, loss: Tensor, retain: bool, synchronises: bool) -> Waiting:
-        self.root_waits = False
         trained = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
         found = torch.autograd.grad(
             loss, [each for _, each in trained], retain_graph=retain, allow_unused=True, materialize_grads=False
@@ -229,12 +227,11 @@ class Replica:
                 loss = yield from self.forward(action.kind, action.in_eval, action.spare[self.number], x, y)
                 self.losses[action.slot] = loss, action
                 if action.is_root:
-                    self.last_root_in_no_sync, self.root_waits = action.in_no_sync, True
+                    self.last_root_in_no_sync = action.in_no_sync
                 self.results = [loss.item()]
             case Backward():
                 passes_root = any(self.losses[slot][1].is_root for slot in action.slots)
-                is_decided = passes_root or self.root_waits
-                inside = self.last_root_in_no_sync if is_decided else action.in_no_sync
+                inside = self.last_root_in_no_sync if passes_root else action.in_no_sync
                 total = torch.stack([self.losses[slot][0] for slot in action.slots]).sum()
                 yield from self.backward(total, action.retain, not inside)
             case Sync():
@@ -364,7 +361,7 @@ class Replica:
             for _ in range(action.backwards):
                 loss = yield from self.forward("ddp", False, False, x, y)
                 yield from self.backward(loss, False, True)
-            self.last_root_in_no_sync = self.root_waits = False
+            self.last_root_in_no_sync = False
             if (count + 1) % action.every == 0:
                 yield from self.step(False)
                 self.zero_grad()
