@@ -90,7 +90,7 @@ def cost_ms(num_spans: int, folder: str) -> float:
             began = time.perf_counter()
             observer.round_opens(number)
             for _ in range(num_spans):
-                with observer.recorder.span("all_reduce", exchange=True, operation="all_reduce", sent_bytes=2**20):
+                with observer.span_log.span("all_reduce", exchange=True, operation="all_reduce", sent_bytes=2**20):
                     pass
             observer.stepped()
             times.append(1e3 * (time.perf_counter() - began))

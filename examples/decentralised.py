@@ -1,7 +1,6 @@
-"""Four ranks with unlike data keep weights of their own: each averages with one peer at a time, never with all at once.
+"""Four ranks with different data keep their own weights: each averages with one peer at a time.
 
-What to know about such algorithms is here: the replicas differ, the mean of them is the model that you evaluate and
-save, and a last phase of plain all-reduce makes them one.
+The replicas differ. Their mean is the model to evaluate and save, and a last phase of all-reduce makes them equal.
 """
 
 import torch
@@ -42,10 +41,10 @@ def train(transport: Transport) -> list[str]:
         optimizer.step()
         if number % 90 == 0 or number == NUM_ROUNDS:
             distance, own = ddp.consensus_distance(), loss_on_the_circle()
-            with ddp.average_parameters():  # for a while the mean of all replicas; every rank calls it
+            with ddp.average_parameters():  # holds the mean of all replicas; collective
                 mean = loss_on_the_circle()
             lines.append(f"round {number:3}: own model {own:.4f}, mean model {mean:.4f}, distance {distance:.4f}")
-    ddp.verify_in_sync()  # holds since the last phase began
+    ddp.verify_in_sync()  # true since the last phase began
     ddp.close()
     return lines
 

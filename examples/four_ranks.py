@@ -13,7 +13,7 @@ def average(transport: Transport) -> Tensor:
 
 
 def train(transport: Transport) -> tuple[list[float], Tensor]:
-    """Data-parallel training by hand: own data, averaged gradients, and so the same weights everywhere."""
+    """Data-parallel training by hand: each rank has its own data, and averaged gradients keep the weights equal."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,9 +1,9 @@
-"""A training script as written for torch's DistributedDataParallel, on murmura: two lines have changed.
+"""A training script for torch's DistributedDataParallel, on murmura: two lines have changed.
 
     torchrun --standalone --nproc-per-node=2 examples/from_torch_ddp.py --epochs 6 --folder runs
 
-The two lines say behind `# torch:` what they were. All else is as it was: the process group, the sampler, gradient
-accumulation, clipping, the scheduler, evaluation, and checkpoints from which a second call goes on.
+The comments `# torch:` show the original lines. The rest is unchanged: the process group, the sampler, gradient
+accumulation, clipping, the scheduler, evaluation, and checkpoints from which a second run resumes.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from murmura import DDP  # torch: from torch.nn.parallel import DistributedDataParallel as DDP
 
-MICRO_BATCHES = 4  # of which the gradients add up to one step
+MICRO_BATCHES = 4  # accumulated for one step
 
 
 def make_data(num_samples: int, seed: int) -> TensorDataset:
@@ -63,7 +63,7 @@ def main(num_epochs: int, folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.set_default_dtype(torch.float64)
-    torch.manual_seed(rank)  # the ranks start from the weights of rank 0 nevertheless
+    torch.manual_seed(rank)  # DDP starts from the weights of rank 0 nevertheless
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
     model = DDP(model)  # torch: model = DDP(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)

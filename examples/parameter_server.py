@@ -1,7 +1,7 @@
 """A parameter server, by hand and under DDP: rank 0 collects the gradients, averages them, and sends the mean to all.
 
-The two ways end with the same bits. Into the server's link come the gradients of all workers, which is why the
-other algorithms have none; it is the simplest thing to understand, to log and to put a rule of one's own into.
+Both end with the same bits. The gradients of all workers pass through the server's link, which limits the speed. In
+return it is simple to understand, to log and to extend with your own rule.
 """
 
 import copy
@@ -21,7 +21,7 @@ def loss_of(model: nn.Module, generator: torch.Generator) -> Tensor:
 
 def by_hand(transport: Transport, model: nn.Module) -> Tensor:
     server = ParameterServer(DistributedConfig(world_size=transport.world_size, rank=transport.rank), transport)
-    model = copy.deepcopy(model)  # ranks are threads here, and each needs a replica of its own
+    model = copy.deepcopy(model)  # ranks are threads here, and each needs its own replica
     parameters = list(model.parameters())
     with torch.no_grad():
         for own, servers in zip(parameters, server.broadcast_params(parameters), strict=True):

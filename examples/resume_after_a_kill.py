@@ -1,6 +1,6 @@
-"""Two ranks train; one is killed; a new world takes up the last checkpoint and ends with the same bits.
+"""Two ranks train; one is killed; a new world resumes from the last checkpoint and ends with the same bits.
 
-Dropout, shuffling, momentum and the learning rate's schedule all go on where they were.
+Dropout, shuffling, momentum and the learning rate schedule all resume.
 """
 
 import os

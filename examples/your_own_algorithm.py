@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 import murmura
-from murmura.algorithms.base import Replica
-from murmura.types import Exchanges
 
 
 def partner(rank: int, world_size: int, number: int, seed: int) -> int:
@@ -23,14 +21,14 @@ def partner(rank: int, world_size: int, number: int, seed: int) -> int:
 class RandomGossipImpl(murmura.AlgorithmImpl):
     """What runs for one model."""
 
-    exchanges = Exchanges.WEIGHTS  # so replicas may differ, and DDP leaves the gradients alone
+    exchanges = murmura.Exchanges.WEIGHTS  # so replicas may differ, and DDP leaves the gradients alone
 
     def __init__(self, process_group: murmura.Transport, seed: int) -> None:
         super().__init__(process_group)
         self.seed = seed
         self.is_due = False
 
-    def setup(self, replica: Replica) -> None:
+    def setup(self, replica: murmura.Replica) -> None:
         self.replica = replica
 
     def after_backward(self) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from murmura.buckets import FIRST_BUCKET_BYTES, Bucket, ParameterSpec, bucket_limit, plan_buckets
+from murmura.buckets.flat import FlatTensors, plain_memory
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -187,3 +188,45 @@ def test_a_small_model_is_cut_too(total_mib: float, asked_mib: float, given_mib:
     specs = [ParameterSpec("x", int(total_mib * 2**20) // 4, torch.float32, torch.device("cpu"))]
     assert bucket_limit(specs, int(asked_mib * 2**20)) == int(given_mib * 2**20)
     assert bucket_limit(specs, 1) == 1
+
+
+# Flat tensors
+
+
+def mixed_tensors() -> list[Tensor]:
+    return [
+        torch.arange(6.0).view(2, 3),
+        torch.tensor(7),
+        torch.empty(0),
+        torch.arange(8.0).view(2, 4).t(),
+        torch.tensor([1 + 2j]),
+    ]
+
+
+def test_tensors_of_a_dtype_share_a_flat_in_their_order() -> None:
+    tensors = mixed_tensors()
+    flats = FlatTensors(tensors).allocate(plain_memory)
+    assert [flat.dtype for flat in flats] == [torch.float32, torch.int64, torch.complex64]
+    assert flats[0].tolist() == [0, 1, 2, 3, 4, 5, 0, 4, 1, 5, 2, 6, 3, 7]
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_flats_written_back_give_every_tensor_its_values(contiguous: bool) -> None:
+    tensors = [each.contiguous() for each in mixed_tensors()] if contiguous else mixed_tensors()
+    packing = FlatTensors(tensors)
+    flats = packing.allocate(plain_memory)
+    before = [each.clone() for each in tensors]
+    for part, tensor in zip(packing.parts(flats), tensors, strict=True):
+        assert torch.equal(part, tensor)
+    for flat in flats:
+        flat.mul_(2)
+    packing.write(flats)
+    assert all(torch.equal(after, 2 * each) for after, each in zip(tensors, before, strict=True))
+    packing.add(flats)
+    assert all(torch.equal(after, 4 * each) for after, each in zip(tensors, before, strict=True))
+
+
+def test_keys_group_tensors_otherwise() -> None:
+    tensors = [torch.full((2,), float(value)) for value in range(3)]
+    flats = FlatTensors(tensors, ["a", "b", "a"]).allocate(plain_memory)
+    assert [flat.tolist() for flat in flats] == [[0, 0, 2, 2], [1, 1]]

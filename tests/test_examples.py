@@ -16,7 +16,8 @@ import typer
 from torch import nn
 
 from ddp.models import on_ranks
-from murmura import DDP, Transport
+from murmura import DDP, Transport, run_world
+from murmura.algorithms import algorithm_names
 from murmura.tools.cli.main import app
 from test_docs import blocks
 
@@ -48,6 +49,15 @@ def test_the_minimal_example_is_that_of_the_readme(capsys: pytest.CaptureFixture
     losses = ast.literal_eval(capsys.readouterr().out)
     assert len(losses) == 4
     assert max(losses) < 1.0
+
+
+@pytest.mark.parametrize("name", [name for name in algorithm_names() if name != "qadam"])
+def test_the_minimal_example_trains_under_every_algorithm_that_takes_its_optimizer(name: str) -> None:
+    source = (EXAMPLES / "minimal.py").read_text()
+    assert source.count('"gradient_allreduce"') == 1
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(source.replace("gradient_allreduce", name), names)
+    assert max(run_world(names["train"], 4)) < 1.0
 
 
 def test_decentralised_replicas_differ_until_the_last_phase(capsys: pytest.CaptureFixture[str]) -> None:

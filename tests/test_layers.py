@@ -22,10 +22,11 @@ LAYERS = (
     {"observe"},
     {"collectives"},
     {"transports"},
+    {"agreement"},
     {"aggregation"},
     {"algorithms"},
     {"ddp"},
-    {"data", "recovery", "launch"},
+    {"data", "checkpoint", "launch"},
     {"integrations"},
     {"", "__init__", "lab", "__main__"},  # the package itself, which imports what it exports
     # The second floor: programs, which the library never imports.
@@ -215,7 +216,7 @@ def test_a_broken_rule_is_found(path: str, source: str) -> None:
         ("__main__.py", "from murmura.tools.cli.main import app"),
         ("types.py", "from murmura.errors import ConfigError"),
         ("collectives/ring.py", "import torch\nfrom . import chunks\nfrom ..types import ReduceOp"),
-        ("launch/world.py", "from murmura.recovery import Checkpointer\nimport torch.distributed.elastic"),
+        ("launch/world.py", "from murmura.checkpoint import Checkpointer\nimport torch.distributed.elastic"),
         ("transports/process_group.py", "import torch.distributed as dist"),
         ("transports/rendezvous.py", "from torch.distributed import Store"),
         ("tools/bench/report.py", "import mpi4py, numpy\nfrom murmura.tools.lab import Hosts"),

@@ -67,7 +67,7 @@ def test_only_one_runs_at_a_time(executor: SerialExecutor) -> None:
             if number % 2:
                 executor.run(work)
             else:
-                executor.submit("work", work)
+                executor.submit("work", lambda: executor.run(work))
 
     threads = [threading.Thread(target=call) for _ in range(4)]
     for thread in threads:
@@ -82,6 +82,26 @@ def test_only_one_runs_at_a_time(executor: SerialExecutor) -> None:
 def test_an_operation_may_call_another(executor: SerialExecutor) -> None:
     assert executor.run(lambda: executor.run(lambda: "inner")) == "inner"
     assert executor.submit("outer", lambda: executor.run(lambda: "inner")).wait() == "inner"
+
+
+def test_a_job_runs_its_operations_at_once(executor: SerialExecutor) -> None:
+    def job() -> tuple[bool, bool, str]:
+        return executor.runs_here(), executor.run(executor.runs_here), executor.submit("inner", lambda: "inner").wait()
+
+    assert executor.submit("job", job).wait() == (False, True, "inner")
+
+
+def test_a_long_wait_is_watched_from_its_beginning(executor: SerialExecutor) -> None:
+    gate, checks = threading.Event(), []
+    ticket = executor.submit("work", gate.wait)
+
+    def check() -> None:
+        checks.append(ticket.done())
+        gate.set()
+
+    ticket.watch = lambda: check
+    assert ticket.wait()
+    assert checks == [False]
 
 
 def test_a_ticket_returns_the_result_as_often_as_asked(executor: SerialExecutor) -> None:

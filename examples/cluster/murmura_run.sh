@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# murmura's own launcher, on every host with the number of the host: ./murmura_run.sh 0, ./murmura_run.sh 1, ...
-# -n auto takes a rank for each GPU, or for each core where there is none; hosts may differ in that. A failure of one
-# rank ends all, on all hosts, and --max-restarts starts them again from the last checkpoint.
+# Run this on every host with the host's number: ./murmura_run.sh 0, ./murmura_run.sh 1, ...
+# -n auto starts a rank for each GPU, or for each core if there is none; hosts may differ in that. A failure of one rank
+# ends all ranks on all hosts, and --max-restarts starts them again from the last checkpoint.
 set -euo pipefail
 
 node_rank=${1:?"which host is this? Give 0 on the first, 1 on the second, ..."}

@@ -1,6 +1,6 @@
-"""The same training under Ray Train, whose workers are the ranks: python ray_train.py, on a machine of the Ray cluster.
+"""The same training under Ray Train: run python ray_train.py on a machine of the Ray cluster.
 
-Ray's TorchTrainer places the workers and makes torch's process group between them; murmura takes that group over.
+Ray's TorchTrainer starts the workers, which are the ranks, and creates torch's process group. murmura uses that group.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Run this on every host, with the number of the host: ./torchrun.sh 0 on the first, ./torchrun.sh 1 on the second, ...
-# HEAD is a name or address of host 0 that the others reach. --master-addr is torch's static rendezvous: the dynamic
-# one (--rdzv-backend c10d) unpickles what it finds in a store that anybody who reaches the port can write to.
+# Run this on every host with the host's number: ./torchrun.sh 0 on the first, ./torchrun.sh 1 on the second, ...
+# HEAD is a name or address of host 0 that the others can reach. --master-addr is torch's static rendezvous: the dynamic
+# one (--rdzv-backend c10d) unpickles what it finds in a store that anyone who reaches the port can write to.
 set -euo pipefail
 
 node_rank=${1:?"which host is this? Give 0 on the first, 1 on the second, ..."}

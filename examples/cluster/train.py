@@ -1,9 +1,9 @@
-"""The script that the files of this folder start: it finds its ranks in the environment, whoever started it.
+"""The script that the files of this folder start. It reads its rank from the environment of any launcher.
 
-    python train.py                      # a world of one
+    python train.py                      # one rank
     murmura run -n 2 train.py            # two ranks on this host
 
-It trains, keeps checkpoints, and goes on from the newest one if it is started again.
+It saves checkpoints, and resumes from the newest one when it is started again.
 """
 
 import argparse
@@ -54,8 +54,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="for checkpoints; on storage all hosts share")
     options = parser.parse_args()
     config = DistributedConfig.from_env()
-    device = torch.device("cuda", config.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # one GPU for each rank of the host, also if it sees only its own
+        device = torch.device("cuda", config.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     with connect(config) as transport:
         train(transport, device, options.folder, options.epochs)

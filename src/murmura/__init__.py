@@ -32,7 +32,10 @@ from murmura.algorithms import (
     QAdamAlgorithm,
     QAdamAlgorithmImpl,
     QAdamOptimizer,
+    Replica,
 )
+from murmura.buckets import Bucket
+from murmura.checkpoint import Checkpointer
 from murmura.compressors import Cast, Compressor, ErrorFeedback, MinMaxUInt8
 from murmura.config import DistributedConfig, DistributedTrainConfig
 from murmura.ddp import DDP, seed_everything
@@ -51,7 +54,6 @@ from murmura.errors import (
     UsageError,
 )
 from murmura.launch import run_world
-from murmura.recovery import Checkpointer
 from murmura.transports.base import Transport
 from murmura.transports.connect import connect
 from murmura.transports.decorators import FaultyTransport, ThrottledTransport, TracedTransport
@@ -60,7 +62,7 @@ from murmura.transports.in_process import InProcessTransport
 from murmura.transports.process_group import ProcessGroupTransport
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.shared_memory import SharedMemoryTransport
-from murmura.types import DistributedBackend, DistributedRole, ReduceOp, TransportKind
+from murmura.types import DistributedBackend, DistributedRole, Exchanges, ReduceOp, TransportKind
 
 __version__ = "0.1.0"
 
@@ -72,6 +74,7 @@ __all__ = [
     "AllReduceAggregator",
     "AsyncModelAverageAlgorithm",
     "AsyncModelAverageAlgorithmImpl",
+    "Bucket",
     "ByteGradAlgorithm",
     "ByteGradAlgorithmImpl",
     "Cast",
@@ -89,6 +92,7 @@ __all__ = [
     "DistributedRole",
     "DistributedTrainConfig",
     "ErrorFeedback",
+    "Exchanges",
     "FaultyTransport",
     "GradientAggregator",
     "GradientAllReduceAlgorithm",
@@ -113,6 +117,7 @@ __all__ = [
     "QAdamOptimizer",
     "ReduceOp",
     "RendezvousError",
+    "Replica",
     "ReplicaDivergence",
     "SharedMemoryTransport",
     "ThrottledTransport",

@@ -1,7 +1,7 @@
-"""Who a rank is and how it meets the others: one frozen object, checked as a whole.
+"""DistributedConfig holds one rank's place in its world and how it connects to the others, validated as a whole.
 
-One ConfigError lists every fault there is. This is the only module of the library that reads os.environ; the
-launchers whose variables it understands stand in LAUNCHERS, in the order in which they are asked.
+One ConfigError lists all faults. This is the only module of the library that reads os.environ; LAUNCHERS lists the
+launchers whose variables it understands, in order of precedence.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FIRST_ENTRY = re.compile(rf"((?:[\w.-]|\[{_RANGE}(?:,{_RANGE})*\])+)(?:,.+)?")
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Split "host:port". An IPv6 host loses its brackets, as sockets want it."""
+    """Split "host:port"; the brackets of an IPv6 host are removed, as sockets expect."""
     match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:]+)):([0-9]{1,5})", address)
     if match:
         host, port = match[1] or match[2], int(match[3])
@@ -47,14 +47,14 @@ def parse_address(address: str) -> tuple[str, int]:
 def _is_host(host: str, *, bracketed: bool) -> bool:
     if not bracketed and host.strip("0123456789."):
         return _HOST_NAME.fullmatch(host) is not None
-    try:  # nothing but digits and dots is an address, never a name: 10.0.0.256 is mistyped
+    try:  # digits and dots alone are never a host name: 10.0.0.256 is a mistyped address
         return ipaddress.ip_address(host).version == (6 if bracketed else 4)
     except ValueError:
         return False
 
 
 def expand_first_host(nodelist: str) -> str:
-    """Return the first host of a SLURM list: "node[01-03,07],login5" begins with node01."""
+    """Return the first host of a SLURM node list: node01 for "node[01-03,07],login5"."""
     match = _FIRST_ENTRY.fullmatch(nodelist)
     if not match:
         raise ConfigError(f"{nodelist!r} is not a list of hosts such as 'node[01-03,07],login5'. Correct it.")
@@ -62,7 +62,7 @@ def expand_first_host(nodelist: str) -> str:
 
 
 def tasks_on_node(layout: str, node: int) -> int:
-    """Return the number of tasks on the node of that index: "2(x3),1" stands for 2, 2, 2, 1."""
+    """Return the number of tasks on the node of index `node`; the layout "2(x3),1" means 2, 2, 2, 1."""
     num_nodes = 0
     for entry in layout.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", entry)
@@ -75,12 +75,12 @@ def tasks_on_node(layout: str, node: int) -> int:
 
 
 def slurm_port(job: str) -> int:
-    """The same on every rank of a job, and rarely that of another job on the host."""
+    """Return a port that is equal on all ranks of a job, and rarely that of another job on the host."""
     return 20000 + whole_number(job) % 40000
 
 
 def whole_number(text: str) -> int:
-    """Like int(), but "1_0" and digits of other scripts are refused."""
+    """Parse an integer like int(), but refuse "1_0" and digits of other scripts."""
     if re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text):
         return int(text)
     raise ConfigError(f"{text!r} is not an integer. Set it to one.")
@@ -98,8 +98,8 @@ def role_of(rank: int) -> DistributedRole:
 
 
 def find_faults(given: Mapping[str, Any]) -> list[str]:
-    """Return all that is wrong with the fields given; a rule that needs an absent or faulty one is passed over."""
-    return [*_place_faults(given), *_choice_faults(given), *_meeting_faults(given)]
+    """Return the faults of the fields in `given`; a rule that needs an absent or faulty field is skipped."""
+    return [*_place_faults(given), *_choice_faults(given), *_connection_faults(given)]
 
 
 def _is_integer(value: object) -> bool:
@@ -117,7 +117,7 @@ def _place_faults(given: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}={value} is below 1. Count this rank in."
         elif value < 0:
             yield f"{name}={value} is negative. Count from 0."
-    # A size below 1 is reported above; what would fit the smallest right one is not reported too.
+    # A size below 1 is reported above; it counts as 1 here, so that it does not cause a second fault.
     limits = {name: max(value, 1) for name, value in places.items() if _is_integer(value)}
     for name, limit in (("rank", "world_size"), ("local_rank", "local_world_size")):
         if name in limits and limit in limits and places[name] >= limits[limit]:
@@ -143,7 +143,7 @@ def _choice_faults(given: Mapping[str, Any]) -> Iterator[str]:
         yield "backend='cuda', but torch finds no CUDA device. Pass 'auto' or 'cpu', or check the driver."
 
 
-def _meeting_faults(given: Mapping[str, Any]) -> Iterator[str]:
+def _connection_faults(given: Mapping[str, Any]) -> Iterator[str]:
     address = given.get("coordinator_addr", "")
     if not isinstance(address, str):
         yield f"coordinator_addr={address!r} is not a string. Pass 'host:port', or '' where nothing needs it."
@@ -167,9 +167,9 @@ def raise_faults(faults: list[str], where: str) -> None:
         raise ConfigError("\n  - ".join([head, *faults]))
 
 
-# The environment. Where several variables may hold a value, the first that is set counts.
+# The environment. If several variables may hold a value, the first that is set is used.
 
-Sources = Mapping[str, Callable[[str], T]]  # by variable, how its text is read
+Sources = Mapping[str, Callable[[str], T]]  # parsers, by variable
 
 
 def integers(**variables: str) -> Mapping[str, Sources[int]]:
@@ -178,15 +178,15 @@ def integers(**variables: str) -> Mapping[str, Sources[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """The variables by which one launcher tells a rank its place; `required` and `optional` are by field."""
+    """The variables in which one launcher gives a rank its place; `required` and `optional` are by field."""
 
     name: str
-    signs: tuple[str, ...]  # any of them set: this launcher is at work
+    signs: tuple[str, ...]  # if any of them is set, this launcher started the process
     required: Mapping[str, Sources[int]]
     optional: Mapping[str, Sources[int]] = field(default_factory=dict)
     host: Sources[str] = field(default_factory=lambda: {"MASTER_ADDR": str})
     port: Sources[int] = field(default_factory=lambda: {"MASTER_PORT": whole_number})
-    job: tuple[str, ...] = ()  # parts of the job's identity; without the first there is none
+    job: tuple[str, ...] = ()  # variables that together identify the job; the first is necessary
 
 
 TORCHRUN = Launcher(
@@ -223,11 +223,11 @@ SLURM = Launcher(
     job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 PMI = Launcher(name="PMI", signs=("PMI_RANK", "PMI_SIZE"), required=integers(rank="PMI_RANK", world_size="PMI_SIZE"))
-# The inner one first: srun starts torchrun and mpiexec, and may set PMI_RANK for its own tasks.
+# Inner launchers first: srun starts torchrun and mpiexec, and may set PMI_RANK for its own tasks.
 LAUNCHERS = (TORCHRUN, OPEN_MPI, MPICH, SLURM, PMI)
 
 SLURM_LAYOUTS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-# slurm.h: an interactive shell, a batch script, the external container and a pending step have these "steps".
+# slurm.h: the step ids of an interactive shell, a batch script, the external container and a pending step.
 SLURM_NO_STEP = {str(number) for number in range(0xFFFFFFFA, 0xFFFFFFFE)}
 
 
@@ -235,12 +235,12 @@ def find_launcher(env: Mapping[str, str]) -> Launcher | None:
     for launcher in LAUNCHERS:
         if any(name in env for name in launcher.signs):
             return launcher
-    # Beside another launcher these two only give the address; alone they are what is left of torchrun's.
+    # With another launcher these two only give the address; alone they are an incomplete set of torchrun's.
     return TORCHRUN if "MASTER_ADDR" in env or "MASTER_PORT" in env else None
 
 
 class Variables:
-    """The variables that are set (an empty one is not), and all that went wrong in reading them."""
+    """The variables that are set and not empty, and the faults found in reading them."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.env = {name: value for name, value in env.items() if value.strip()}
@@ -263,7 +263,7 @@ class Variables:
 
 
 def read_launcher(variables: Variables, launcher: Launcher) -> dict[str, Any]:
-    """Return the fields that the launcher settles, None where it does not; `variables` keeps the faults."""
+    """Return the fields that the launcher sets, None for the others; faults are added to `variables`."""
     env = variables.env
     place = {name: variables.read(sources, required=True) for name, sources in launcher.required.items()}
     place |= {name: variables.read(sources) for name, sources in launcher.optional.items()}
@@ -284,17 +284,13 @@ def read_launcher(variables: Variables, launcher: Launcher) -> dict[str, Any]:
 
 
 def _read_address(variables: Variables, launcher: Launcher, place: Mapping[str, int | None]) -> str | None:
-    world_size, local_world_size = place["world_size"], place.get("local_world_size")
-    one_host = world_size is not None and world_size in (1, local_world_size)
-    # Whether an address is needed is not to be told from sizes that are faults; half of one is incomplete anyway.
-    local = launcher.optional.get("local_world_size", {})
-    garbled = "local_world_size" in launcher.required or any(name in variables.env for name in local)
-    unsure = world_size is None or (local_world_size is None and garbled)
-    begun = any(name in variables.env for name in (*launcher.host, *launcher.port))
-    required = not one_host and (begun or not unsure)
+    """Return the coordinator's address; only a world on several hosts needs its variables."""
+    is_one_host = place["world_size"] is not None and place["world_size"] in (1, place.get("local_world_size"))
+    is_given = any(name in variables.env for name in (*launcher.host, *launcher.port))
+    required = not is_one_host and (is_given or _sizes_are_known(variables, launcher, place))
     host = variables.read(launcher.host, required=required)
     port = variables.read(launcher.port, required=required)
-    if one_host:
+    if is_one_host:
         default_host, default_port = parse_address(DEFAULT_COORDINATOR)
         host, port = host or default_host, default_port if port is None else port
     if host is None or port is None:
@@ -302,39 +298,46 @@ def _read_address(variables: Variables, launcher: Launcher, place: Mapping[str, 
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+def _sizes_are_known(variables: Variables, launcher: Launcher, place: Mapping[str, int | None]) -> bool:
+    """Whether the sizes tell if there are several hosts; they do not if one is missing or malformed, a fault itself."""
+    names = launcher.optional.get("local_world_size", {})
+    is_expected = "local_world_size" in launcher.required or any(name in variables.env for name in names)
+    return place["world_size"] is not None and (place.get("local_world_size") is not None or not is_expected)
+
+
 def _job_identity(env: Mapping[str, str], launcher: Launcher, address: str | None) -> str | None:
     parts = [env[name] for name in launcher.job if name in env]
     if not parts or launcher.job[0] not in env:
         return None
-    if launcher is TORCHRUN and parts[0] == "none":  # so torchrun calls every job of a static rendezvous
+    if launcher is TORCHRUN and parts[0] == "none":  # torchrun's name for every job with a static rendezvous
         parts[0] = address or DEFAULT_COORDINATOR
     return ".".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """One rank's view of its world; a string does for every enum.
+    """One rank's place in its world, and how it connects; strings are accepted for enums.
 
     Attributes:
         world_size: the number of ranks.
-        rank: this one among them, from 0.
-        local_rank: this one among the ranks of its host, from 0.
+        rank: the number of this rank, from 0.
+        local_rank: the number of this rank on its host, from 0.
         local_world_size: the number of ranks on this host, if known.
-        role: follows from the rank; given, it must agree.
-        coordinator_addr: "host:port" where rank 0 is met, the port required; "" where nothing needs it.
+        role: derived from the rank; if given, it must agree.
+        coordinator_addr: "host:port" of rank 0's rendezvous, the port required; "" if none is needed.
         backend: where this rank computes.
         transport: how tensors travel.
-        algorithm: the name of the algorithm DDP uses when it is told none.
-        job_id: tells this job from others on the same hosts; equal on all its ranks.
-        secret: shared by the ranks of the job; shown in no repr and no error.
-        timeout: seconds after which a wait for another rank is an error.
+        algorithm: the name of the algorithm that DDP uses by default.
+        job_id: distinguishes this job from others on the same hosts; equal on all its ranks.
+        secret: shared by the ranks of the job; never shown in a repr or an error.
+        timeout: seconds after which a wait for another rank fails.
     """
 
     world_size: int
     rank: int
     local_rank: int = 0
     local_world_size: int | None = None
-    role: DistributedRole = None  # type: ignore[assignment]  # settled below
+    role: DistributedRole = None  # type: ignore[assignment]  # set below
     coordinator_addr: str = DEFAULT_COORDINATOR
     backend: DistributedBackend = DistributedBackend.AUTO
     transport: TransportKind = TransportKind.AUTO
@@ -345,54 +348,49 @@ class DistributedConfig:
 
     def __post_init__(self) -> None:
         raise_faults(find_faults(vars(self)), "DistributedConfig")
-        settled = {
+        values = {
             "role": role_of(self.rank),
             "backend": DistributedBackend(self.backend),
             "transport": TransportKind(self.transport),
             "timeout": float(self.timeout),
         }
-        for name, value in settled.items():
+        for name, value in values.items():
             object.__setattr__(self, name, value)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Self:
-        """Read what torchrun, Open MPI, MPICH or SLURM (inside a step) say, and the MURMURA_ variables.
+        """Read the variables of torchrun, Open MPI, MPICH or SLURM (inside a step), and the MURMURA_ variables.
 
-        With no launcher's variables it is a world of one; with some of them, a ConfigError names the others.
+        Without any launcher's variables it is a world of one; if some are missing, a ConfigError names them.
         MURMURA_ALGORITHM, _TRANSPORT, _JOB_ID, _SECRET and _TIMEOUT set the fields of those names.
         """
         variables = Variables(os.environ if env is None else env)
         launcher = find_launcher(variables.env)
-        settled: dict[str, Any] = {"world_size": 1, "rank": 0}
+        values: dict[str, Any] = {"world_size": 1, "rank": 0}
         if launcher:
-            settled = read_launcher(variables, launcher)
+            values = read_launcher(variables, launcher)
         for name in ("algorithm", "transport", "job_id", "secret"):
-            settled[name] = variables.read({f"MURMURA_{name.upper()}": str}) or settled.get(name)
-        settled["timeout"] = variables.read({"MURMURA_TIMEOUT": seconds})
-        settled = {name: value for name, value in settled.items() if value is not None}
+            values[name] = variables.read({f"MURMURA_{name.upper()}": str}) or values.get(name)
+        values["timeout"] = variables.read({"MURMURA_TIMEOUT": seconds})
+        values = {name: value for name, value in values.items() if value is not None}
         where = f"the environment ({launcher.name})" if launcher else "the environment"
-        raise_faults([*variables.faults, *find_faults(settled)], where)
-        return cls(**settled)
+        raise_faults([*variables.faults, *find_faults(values)], where)
+        return cls(**values)
 
     @property
     def coordinator_host(self) -> str:
-        """Without the brackets of an IPv6 address; a ConfigError if `coordinator_addr` is ""."""
+        """The host of `coordinator_addr`, without the brackets of IPv6; a ConfigError if that is ""."""
         return parse_address(self.coordinator_addr)[0]
 
     @property
     def coordinator_port(self) -> int:
-        """A ConfigError if `coordinator_addr` is ""."""
+        """The port of `coordinator_addr`; a ConfigError if that is ""."""
         return parse_address(self.coordinator_addr)[1]
 
 
 def setting_from_env(name: str) -> str | None:
-    """What the variable MURMURA_<NAME> says, for those who need one setting and no world."""
+    """Return the variable MURMURA_<NAME>, for callers that need one setting and no world; None if it is not set."""
     return os.environ.get(f"MURMURA_{name.upper()}") or None
-
-
-def algorithm_from_env() -> str | None:
-    """The algorithm that a launcher asked for, if any."""
-    return setting_from_env("algorithm")
 
 
 DistributedTrainConfig = DistributedConfig

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from murmura import InProcessTransport, PeerTimeout
+from murmura.algorithms import averaging_loop
 from murmura.algorithms.averaging_loop import AveragingLoop
 
 SECONDS = 0.3
@@ -71,4 +74,43 @@ def test_a_thread_that_does_not_stop_is_told(monkeypatch: pytest.MonkeyPatch) ->
             loop.stop()
         assert time.monotonic() - began < SECONDS * 1.1 + 1
         assert caught.value.rank == 0
+        may_end.set()
+
+
+def test_a_loop_that_failed_and_was_closed_keeps_its_channel_no_longer() -> None:
+    with loops() as (loop, other):
+        loop.start()
+        await_failure(loop)
+        channel = weakref.ref(loop._channel)
+    del loop, other
+    gc.collect()
+    assert channel() is None
+
+
+def test_a_loop_that_failed_and_was_dropped_unclosed_keeps_its_channel_no_longer() -> None:
+    transports = InProcessTransport.create_group(2, timeout=SECONDS)
+    loop = AveragingLoop(transports[0], [torch.ones(1)], [torch.ones(1)], interval=0.01)
+    loop.start()
+    await_failure(loop)
+    channel = weakref.ref(transports[0])
+    del loop, transports
+    gc.collect()
+    assert channel() is None
+
+
+@pytest.mark.timed
+def test_closing_does_not_wait_for_ever_for_a_thread_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+
+    def hang(loop: AveragingLoop, last: float) -> float | None:
+        may_end.wait(20)
+        return None
+
+    monkeypatch.setattr(AveragingLoop, "vote", hang)
+    monkeypatch.setattr(averaging_loop, "GRACE_SECONDS", 0.1)
+    with loops() as (loop, _):
+        loop.start()
+        began = time.monotonic()
+        loop.close()
+        assert time.monotonic() - began < SECONDS + 1
         may_end.set()

@@ -168,7 +168,7 @@ class Endless(IterableDataset[int]):
     ("dataset", "options", "words"),
     [
         (numbers(8), {"batch_size": 0}, "batch_size=0"),
-        (numbers(8), {"batch_size": 2, "sampler": [1]}, "sampler= is what this loader brings"),
+        (numbers(8), {"batch_size": 2, "sampler": [1]}, "sampler= is set by this loader"),
         (numbers(1), {"batch_size": 2}, "1 samples do not give each of 2 ranks one"),
         (Endless(), {"batch_size": 2}, "IterableDataset"),
     ],

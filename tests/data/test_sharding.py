@@ -124,7 +124,7 @@ class Endless(IterableDataset[int]):
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ConfigError, match="no length"):
         ShardedSampler(Endless(), (0, 1))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="rank 2 is none of a world of 2"):
+    with pytest.raises(ConfigError, match="rank 2 is not in a world of 2"):
         ShardedSampler(10, (2, 2))
     with pytest.raises(ConfigError, match="seed=-1"):
         ShardedSampler(10, (0, 2), seed=-1)

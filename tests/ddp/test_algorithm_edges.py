@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import closing
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,18 +14,23 @@ from torch import Tensor, nn
 from ddp.models import backward, fill, number, on_ranks, values, weight
 from murmura import (
     DDP,
+    Algorithm,
+    AlgorithmImpl,
     AsyncModelAverageAlgorithm,
     ConfigError,
     DiLoCoAlgorithm,
     GradientAllReduceAlgorithm,
     InProcessTransport,
     LocalSGDAlgorithm,
+    PeerLost,
     Phased,
     QAdamAlgorithm,
     QAdamOptimizer,
     Transport,
     UsageError,
+    run_world,
 )
+from murmura.buckets import Bucket
 
 
 def loss_after(transport: Transport, algorithm: str, closes: bool) -> float:
@@ -257,3 +264,40 @@ def test_a_refused_wrapper_can_be_tried_again_while_its_error_is_held() -> None:
         return str(refusal.value)
 
     assert all("does not hold parameter 'weight'" in each for each in on_ranks(run, 2))
+
+
+class BrokenImpl(AlgorithmImpl):
+    """Fails on rank 1 before it has exchanged its first bucket."""
+
+    def on_bucket_ready(self, bucket: Bucket) -> None:
+        if self.process_group.rank == 1:
+            raise ValueError("the compressor broke")
+        self.process_group.all_reduce(bucket.flat)
+
+
+@dataclass(frozen=True)
+class Broken(Algorithm):
+    impl: ClassVar[type[AlgorithmImpl]] = BrokenImpl
+
+
+def test_after_a_bucket_failed_nothing_else_of_its_round_is_exchanged() -> None:
+    """The peers would take it for the bucket, and call it a mismatch."""
+    raised: dict[int, BaseException] = {}
+    mismatched = threading.Event()
+
+    def train(transport: Transport) -> None:
+        ddp = DDP(nn.Sequential(weight(), weight()), transport, algorithm=Broken(), bucket_size_bytes=1)
+        try:
+            backward(ddp, 1)
+        except BaseException as error:
+            raised[transport.rank] = error
+            if transport.rank == 0:
+                mismatched.set()
+            else:
+                mismatched.wait(0.5)  # this rank has not left yet: rank 0 goes on waiting
+            raise
+
+    with pytest.raises(ValueError, match="the compressor broke"):
+        run_world(train, 2, timeout=20.0)
+    assert isinstance(raised[0], PeerLost)
+    assert raised[0].peer == 1

@@ -220,7 +220,7 @@ def test_the_state_of_an_algorithm_goes_from_wrapper_to_wrapper() -> None:
     life = ["setup of 1 parameters in 1 buckets", "forward 0", "bucket 0", "backward 0"]
     for state, diary in on_ranks(run, 2):
         assert state["round"] == 1
-        assert state["plan"]["order"] == ["weight"]
+        assert state["plan"]["buckets"] == [["weight"]]
         assert state["algorithm"] == {"diary": life}
         assert diary == [*life, "forward 1", "bucket 0", "backward 1"]
 

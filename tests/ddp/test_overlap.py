@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,25 +19,26 @@ from murmura import DDP, Transport, run_world
 from murmura.algorithms import Algorithm, AlgorithmImpl
 from murmura.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from murmura.buckets import Bucket
+from murmura.transports import failures
 from worlds import SECONDS
 
 
 class AnnouncedImpl(GradientAllReduceAlgorithmImpl):
-    def __init__(self, process_group: Transport, home: list[threading.Event]) -> None:
+    def __init__(self, process_group: Transport, reduced: list[threading.Event]) -> None:
         super().__init__(process_group)
-        self.home = home
+        self.reduced = reduced
 
     def on_bucket_ready(self, bucket: Bucket) -> None:
         super().on_bucket_ready(bucket)
-        self.home[bucket.index].set()
+        self.reduced[bucket.index].set()
 
 
 @dataclass(frozen=True)
 class Announced(Algorithm):
-    """Gradient all-reduce that says which buckets are home."""
+    """Gradient all-reduce that says which buckets are reduced."""
 
     impl: ClassVar[type[AlgorithmImpl]] = AnnouncedImpl
-    home: list[threading.Event] = field(default_factory=list)
+    reduced: list[threading.Event] = field(default_factory=list)
 
 
 class WaitInBackward(nn.Module):
@@ -57,29 +59,29 @@ class WaitInBackward(nn.Module):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_bucket_comes_home_while_backward_goes_on(num_ranks: int) -> None:
+def test_a_bucket_is_reduced_while_backward_goes_on(num_ranks: int) -> None:
     """Backward cannot reach the first layer before the bucket of the last one has been exchanged."""
 
     def run(transport: Transport) -> tuple[bool, list[bool]]:
-        home = [threading.Event() for _ in range(2)]
-        wait = WaitInBackward(home[0])
+        reduced = [threading.Event() for _ in range(2)]
+        wait = WaitInBackward(reduced[0])
         model = nn.Sequential(nn.Linear(2, 2, bias=False), wait, nn.Linear(2, 2, bias=False))
-        ddp = DDP(model, transport, algorithm=Announced(home), bucket_size_bytes=1)
+        ddp = DDP(model, transport, algorithm=Announced(reduced), bucket_size_bytes=1)
         ddp(values(3, 2, seed=transport.rank)).sum().backward()
-        return wait.came, [event.is_set() for event in home]
+        return wait.came, [event.is_set() for event in reduced]
 
     assert on_ranks(run, num_ranks) == [(True, [True, True])] * num_ranks
 
 
 def test_inside_no_sync_nothing_travels() -> None:
     def run(transport: Transport) -> list[bool]:
-        home = [threading.Event()]
-        ddp = DDP(nn.Linear(2, 2, bias=False), transport, algorithm=Announced(home))
+        reduced = [threading.Event()]
+        ddp = DDP(nn.Linear(2, 2, bias=False), transport, algorithm=Announced(reduced))
         with ddp.no_sync():
             ddp(values(3, 2, seed=transport.rank)).sum().backward()
-        seen = [home[0].is_set()]
+        seen = [reduced[0].is_set()]
         ddp.sync_gradients()
-        return [*seen, home[0].is_set()]
+        return [*seen, reduced[0].is_set()]
 
     assert on_ranks(run, 2) == [[False, True]] * 2
 
@@ -135,3 +137,34 @@ def train_and_look(transport: Transport) -> list[bool]:
 
 def test_gradients_of_processes_lie_in_memory_that_all_ranks_reach() -> None:
     assert run_world(train_and_look, 2, kind="processes", timeout=SECONDS) == [[True] * 4 + [False]] * 2
+
+
+# One thread for one model
+
+
+def step_beside_a_late_rank(transport: Transport) -> tuple[list[str], list[str]]:
+    """Rank 1 is late until rank 0 has warned; the communication threads of the model, and what was warned."""
+    ddp = DDP(nn.Linear(2, 2), transport)
+    warnings: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if not warnings:
+                transport.send(torch.ones(1), 1)
+            warnings.append(record.getMessage())
+
+    if transport.rank == 0:
+        failures.STALL_SECONDS = 0.0
+        failures.log.addHandler(Handler())
+    else:
+        transport.recv(torch.empty(1), 0)
+    ddp(torch.ones(1, 2)).sum().backward()
+    threads = [thread.name for thread in threading.enumerate() if ddp._replica.transport.name in thread.name]
+    ddp.close()
+    return threads, warnings
+
+
+def test_a_model_has_one_thread_over_gloo_and_warns_of_a_late_rank() -> None:
+    results = run_world(step_beside_a_late_rank, 2, kind="processes", transport="gloo", timeout=SECONDS)
+    assert [len(threads) for threads, _ in results] == [1, 1]
+    assert "rank 0 has waited 1 s for rank 1 in bucket 0 (first parameter 'bias') of round 0" in results[0][1][0]

@@ -280,7 +280,7 @@ def test_thawing_on_one_rank_alone_is_an_error_on_all() -> None:
         ddp = DDP(model, transport)
         backward(ddp, 1)
         model[1].requires_grad_(transport.rank == 0)
-        with pytest.raises(CollectiveMismatch, match="all_gather"):
+        with pytest.raises(CollectiveMismatch, match="all_reduce"):
             backward(ddp, 1)
         ddp.close()
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from gloo_acts import GlooWorld
 from hosts_acts import HostsWorld
-from scenario import Stage
+from scenario import Stage, World
 
 from murmura import InProcessTransport, PeerLost, PeerTimeout, Transport, TransportError, run_world
 from murmura.errors import MurmuraError
 from murmura.transports.failures import ExitNotice, Reporter
+from murmura.transports.rendezvous import file_store, sign_in
+from murmura.transports.stalls import at_fault
 
 TIMEOUT = 1.0
 DEATH_SECONDS = 2.0
@@ -166,6 +168,49 @@ def test_a_rank_that_only_waits_for_another_is_not_blamed_for_a_timeout():
     assert (type(error), error.peer) == (PeerTimeout, 2)
 
 
+def wait_in_a_chain(transport: Transport, do_nothing) -> None:
+    """Rank 2 waits for 1, which waits on another channel for 0, which does nothing; rank 2's deadline is the first."""
+    one, two = transport.split("one", [0, 1]), transport.split("two", [1, 2])
+    transport.barrier()
+    if transport.rank == 0:
+        do_nothing()
+    elif transport.rank == 1:
+        one.all_reduce(torch.ones(1), timeout=TIMEOUT)
+    else:
+        two.all_reduce(torch.ones(1), timeout=0.8 * TIMEOUT)
+
+
+def test_a_rank_that_waits_on_another_channel_is_not_blamed_for_a_timeout():
+    ended = threading.Barrier(3)
+
+    def program(transport):
+        try:
+            wait_in_a_chain(transport, lambda: ended.wait(30.0))
+        finally:
+            if transport.rank > 0:
+                ended.wait(30.0)
+
+    raised = told_by_ranks(InProcessTransport.create_group(3, timeout=20.0), program)
+    for rank in (1, 2):
+        assert (type(raised[rank]), raised[rank].rank, raised[rank].peer) == (PeerTimeout, rank, 0), raised
+
+
+def test_a_circle_of_ranks_that_wait_for_each_other_blames_whom_each_waits_for():
+    awaited = {1: [2], 2: [3], 3: [1]}
+
+    class Notes:
+        def tell(self, awaited):
+            raise AssertionError
+
+        def awaited_by(self, rank):
+            return awaited.get(rank, ())
+
+    assert at_fault([1], Notes(), own=0) == [1]
+    assert at_fault([2], Notes(), own=1) == [2]
+    awaited[3] = [1, 4]
+    assert at_fault([2], Notes(), own=1) == [4]
+
+
 def test_several_messages_of_one_rank_name_it_once():
     def program(transport):
         if transport.rank == 0:
@@ -230,6 +275,62 @@ def test_a_death_while_a_channel_is_built_is_named_within_two_seconds(world):
             assert (report.kind, report.rank, report.peer) == ("PeerLost", report.own, 1), report
             assert report.operation
             assert report.waited < DEATH_SECONDS
+
+
+def be_absent_from_channel(stage: Stage, culprit: int) -> None:
+    stage.transport.barrier()
+    if stage.rank == culprit:
+        stage.hear()
+        return
+    stage.mark()
+    stage.transport.channel("ddp")
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_does_not_come_to_a_channel_is_a_timeout_for_all_others(culprit):
+    with GlooWorld(4, be_absent_from_channel, culprit, timeout=TIMEOUT) as world:
+        for report in world.reports(*world.others(culprit)):
+            assert (report.kind, report.rank, report.peer) == ("PeerTimeout", report.own, culprit), report
+
+
+def test_whom_rank_zero_lost_at_a_rendezvous_all_others_lose(tmp_path):
+    """Rank 0 hears from somewhere else that rank 2 raised; rank 1 hears it from rank 0."""
+    raised: dict[int, BaseException] = {}
+    heard = ExitNotice(2, "raised ValueError: the loader broke", "raised").as_error(0, 2, "split('ddp')")
+
+    def meet(rank: int) -> None:
+        try:
+            sign_in(file_store(str(tmp_path / "store"), 3), rank, 3, 20.0, watch=lambda: heard if rank == 0 else None)
+        except MurmuraError as error:
+            raised[rank] = error
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    for rank in (0, 1):
+        error = raised[rank]
+        assert isinstance(error, PeerLost), error
+        assert (error.rank, error.peer) == (rank, 2)
+        assert "the loader broke" in str(error)
+
+
+def play_chain(stage: Stage) -> None:
+    stage.tries_again = False  # the world itself has not failed
+    wait_in_a_chain(stage.transport, stage.hear)
+
+
+@pytest.mark.parametrize("world", ["processes", "gloo", "hosts"])
+def test_a_process_that_waits_on_another_channel_is_not_blamed_for_a_timeout(world):
+    made = {
+        "processes": lambda: World("processes", 3, play_chain),
+        "gloo": lambda: GlooWorld(3, play_chain),
+        "hosts": lambda: HostsWorld((0, 1, 1), play_chain),
+    }[world]()
+    with made:
+        for report in made.reports(1, 2):
+            assert (report.kind, report.rank, report.peer) == ("PeerTimeout", report.own, 0), report
 
 
 def split_and_fail(stage: Stage, culprit: int) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +30,7 @@ from murmura import (
     Transport,
     connect,
 )
+from murmura.transports import rendezvous
 from murmura.transports.failure_log import FailureLog
 from murmura.transports.failures import Reporter
 from murmura.transports.host import Liveness
@@ -202,3 +205,38 @@ def test_a_stranger_who_overwrites_an_entry_does_not_keep_a_rank_out(tmp_path: P
 
     assert on_ranks(program, 3) == [(0, 0), (0, 0), None]
     assert json.loads(plain.get("here/1") if secret is None else store.get("here/1"))
+
+
+class _Store:
+    """A store in which nothing is ever said."""
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+
+def test_a_thread_that_torch_does_not_let_end_holds_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def make_group(store: Any, *_: object) -> None:
+        stuck.set()
+        may_end.wait(30.0)
+        with pytest.raises(AttributeError):
+            store.check(["connected"])
+        ended.set()
+
+    monkeypatch.setattr(rendezvous, "_make_group", make_group)
+    monkeypatch.setattr(rendezvous, "under", lambda store, prefix: store)
+    store = _Store()
+    kept = weakref.ref(store)
+    reporter = Reporter(0, range(2))
+
+    def watch() -> PeerLost | None:
+        return reporter.lost(1, "the rendezvous") if stuck.is_set() else None
+
+    with pytest.raises(PeerLost):
+        rendezvous.build_group(rendezvous.Roster(0, (0, 0), {}, store, (0, 1)), 2, "gloo", 20.0, reporter, watch)
+    del store
+    gc.collect()
+    assert kept() is None
+    may_end.set()
+    assert ended.wait(30.0)

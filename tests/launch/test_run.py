@@ -26,8 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning") 
 
 
 @pytest.fixture(autouse=True)
-def _short_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("murmura.launch.crew.LAST_WORDS_SECONDS", 0.5)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("murmura.launch.supervisor.GRACE_SECONDS", 0.5)
 
 
 def told(output: str) -> dict[int, dict[str, Any]]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from murmura import ThrottledTransport, Ticket, TracedTransport, Transport
-from murmura.observe.recorder import Probe, Recorder
+from murmura.observe.probe import Probe
+from murmura.observe.span_log import SpanLog
 from murmura.observe.spans import Wait
 from worlds import World
 
@@ -17,8 +18,8 @@ from worlds import World
 class Telling(Probe):
     """Calls `tell`, once, when nobody but rank 2 of the channel is missing."""
 
-    def __init__(self, recorder: Recorder, ranks: range, tell: Callable[[], None]) -> None:
-        super().__init__(recorder, ranks)
+    def __init__(self, span_log: SpanLog, ranks: range, tell: Callable[[], None]) -> None:
+        super().__init__(span_log, ranks)
         self.tell: Callable[[], None] | None = tell
 
     def waiting(self, missing: Callable[[], list[int]]) -> Callable[[], list[int]]:
@@ -37,24 +38,24 @@ class Telling(Probe):
 def meet_a_straggler(transport: Transport) -> list[Wait]:
     """Rank 2 comes when rank 0 has told it, out of its wait, that only rank 2 is missing."""
     word = transport.channel("word")
-    recorder = Recorder(time.monotonic_ns)
+    span_log = SpanLog(time.monotonic_ns)
     told: list[Ticket] = []
     if transport.rank == 2:
         word.recv(torch.zeros(1), 0)
     if transport.rank == 0:
-        transport.observe(Telling(recorder, range(3), lambda: told.append(word.isend(torch.zeros(1), 2))))
+        transport.observe(Telling(span_log, range(3), lambda: told.append(word.isend(torch.zeros(1), 2))))
         word.observe(None)
     transport.barrier()
     transport.observe(None)
     assert len(told) == (transport.rank == 0)
     for ticket in told:
         ticket.wait()
-    return recorder.take(recorder.clock())[2]
+    return span_log.take(span_log.clock())[2]
 
 
 def in_a_part(transport: Transport) -> list[int]:
-    recorder = Recorder(time.monotonic_ns)
-    transport.observe(Probe(recorder, range(transport.world_size)))
+    span_log = SpanLog(time.monotonic_ns)
+    transport.observe(Probe(span_log, range(transport.world_size)))
     part = transport.subgroup([1, 2])
     if part is not None:
         part.barrier()
@@ -62,7 +63,7 @@ def in_a_part(transport: Transport) -> list[int]:
     transport.observe(None)
     if part is not None:
         part.barrier()
-    return [wait.peer for wait in recorder.take(recorder.clock())[2]]
+    return [wait.peer for wait in span_log.take(span_log.clock())[2]]
 
 
 WORLDS = [

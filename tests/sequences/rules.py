@@ -342,12 +342,12 @@ class QAdam(MeanGradients):
         used = {name for name, each in trained if each.grad is not None}
         everyone = yield from self.rank.exchange("flags", (used, adam.found_infinity))
         used_anywhere = {name for names, _ in everyone for name in names}
-        for name, parameter in trained:
-            if name in used_anywhere and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
         if any(found for _, found in everyone):
             adam.found_infinity = True
             return
+        for name, parameter in trained:
+            if name in used_anywhere and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         adam.fold()
         moments = [adam.first(name) for name, _ in trained]
         everyone = yield from self.rank.exchange("moments", torch.cat([each.reshape(-1) for each in moments]))

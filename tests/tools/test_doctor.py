@@ -28,12 +28,12 @@ from murmura.tools.doctor import accelerators as gpu
 from murmura.tools.doctor import leftovers as left
 from murmura.tools.doctor import live_probes as live
 from murmura.tools.doctor import memory, network, processor, shared_memory, software
-from murmura.tools.doctor.attempts import attempt, in_words
 from murmura.tools.doctor.cgroups import Limits, read_limits
-from murmura.tools.doctor.examination import examine_section
+from murmura.tools.doctor.checks import check_section
 from murmura.tools.doctor.findings import Diagnosis, Finding, Section, Status
 from murmura.tools.doctor.interfaces import Interface, Kernel, Scope, read_interfaces, scope_of
 from murmura.tools.doctor.network import Resolved
+from murmura.tools.doctor.with_timeout import call_with_timeout, one_line
 
 GIB = 2**30
 LO = Interface("lo", ("127.0.0.1", "::1"), is_loopback=True)
@@ -61,80 +61,82 @@ TRIALS = [live.Trial((), (1e-4, 1e-3))] * 2
 
 
 @pytest.mark.parametrize(
-    ("judge", "facts"),
+    ("check", "facts"),
     [
-        (software.judge, SOFTWARE),
-        (processor.judge, PROCESSOR),
-        (processor.judge, replace(PROCESSOR, quota=8.0, omp_num_threads="8,1")),
-        (memory.judge, MEMORY),
-        (memory.judge, replace(MEMORY, limit_bytes=64 * GIB)),
-        (shared_memory.judge, SHARED),
-        (shared_memory.judge, replace(SHARED, open_files=None, dev_shm_bytes=None)),
-        (network.judge, NETWORK),
-        (network.judge, net(resolved=(HOME,), gloo_interfaces=("eth0",))),
-        (gpu.judge, GPUS),
-        (gpu.judge, gpu.AcceleratorFacts(torch_build="CPU")),
-        (left.judge, left.LeftoverFacts()),
-        (left.judge, left.LeftoverFacts(processes=(left.Process(9, "python", 7, "python3"),))),
+        (software.check, SOFTWARE),
+        (processor.check, PROCESSOR),
+        (processor.check, replace(PROCESSOR, quota=8.0, omp_num_threads="8,1")),
+        (memory.check, MEMORY),
+        (memory.check, replace(MEMORY, limit_bytes=64 * GIB)),
+        (shared_memory.check, SHARED),
+        (shared_memory.check, replace(SHARED, open_files=None, dev_shm_bytes=None)),
+        (network.check, NETWORK),
+        (network.check, net(resolved=(HOME,), gloo_interfaces=("eth0",))),
+        (gpu.check, GPUS),
+        (gpu.check, gpu.AcceleratorFacts(torch_build="CPU")),
+        (left.check, left.LeftoverFacts()),
+        (left.check, left.LeftoverFacts(processes=(left.Process(9, "python", 7, "python3"),))),
     ],
 )
-def test_a_healthy_machine_needs_no_advice(judge: Callable[[Any], list[Finding]], facts: object) -> None:
-    assert {finding.status for finding in judge(facts)} == {Status.OK}
+def test_a_healthy_machine_needs_no_advice(check: Callable[[Any], list[Finding]], facts: object) -> None:
+    assert {finding.status for finding in check(facts)} == {Status.OK}
 
 
 @pytest.mark.parametrize(
-    ("judge", "facts", "status", "title", "advice"),
+    ("check", "facts", "status", "title", "advice"),
     [
-        (software.judge, replace(SOFTWARE, python=(3, 10, 9)), "broken", "3.10.9 is too old", "3.11"),
-        (software.judge, replace(SOFTWARE, torch="2.5.1+cpu"), "broken", "2.5.1+cpu is too old", "upgrade torch"),
-        (software.judge, replace(SOFTWARE, torch="nightly"), "broken", "nightly is too old", "2.6"),
-        (software.judge, replace(SOFTWARE, system="Darwin"), "note", "only a part of its work on Darwin", "Linux"),
-        (software.judge, replace(SOFTWARE, numpy_fault="Numpy is not available"), "broken", "numpy 2.4.0", "pip"),
-        (software.judge, replace(SOFTWARE, world_fault="Missing: RANK"), "broken", "make no sense", "Unset"),
-        (processor.judge, replace(PROCESSOR, quota=2.5), "warning", "the time of only 2.5 cores", "taskset -c 0-1"),
-        (processor.judge, replace(PROCESSOR, usable=4, torch_threads=4), "note", "4 of 8 cores", "taskset -c 0-7"),
-        (processor.judge, processor.ProcessorFacts(cores=1, usable=1), "note", "1 core", "trying things out"),
-        (processor.judge, replace(PROCESSOR, torch_threads=16), "warning", "16 threads on 8 cores", "at most 8"),
-        (processor.judge, replace(PROCESSOR, torch_threads=1, omp_num_threads="1"), "note", "1 thread on 8", "ranks"),
-        (processor.judge, replace(PROCESSOR, omp_num_threads="500m"), "warning", "OMP_NUM_THREADS=500m", "unset"),
-        (processor.judge, replace(PROCESSOR, omp_num_threads="0"), "warning", "no number of threads", "unset"),
-        (memory.judge, replace(MEMORY, available_bytes=GIB // 2), "warning", "only 0.5 GiB", "fewer ranks"),
-        (memory.judge, replace(MEMORY, limit_bytes=8 * GIB), "note", "allows 8.0 GiB", "docker run --memory"),
-        (memory.judge, replace(MEMORY, limit_bytes=GIB // 2), "warning", "allows 0.5 GiB", "raise it"),
-        (memory.judge, memory.MemoryFacts(total_bytes=None), "note", "unknown", "room"),
-        (shared_memory.judge, replace(SHARED, supported=False), "note", "not for this system", "kind='threads'"),
-        (shared_memory.judge, replace(SHARED, faults={"pidfd": "no"}), "broken", "no pidfd", "seccomp"),
-        (shared_memory.judge, replace(SHARED, address_space_bytes=48 * GIB), "broken", "too little", "ulimit -v"),
-        (shared_memory.judge, replace(SHARED, address_space_bytes=200 * GIB), "warning", "6 ranks", "ulimit -v"),
-        (shared_memory.judge, replace(SHARED, open_files=64), "warning", "only 64 open files", "ulimit -n"),
-        (shared_memory.judge, replace(SHARED, dev_shm_bytes=64 * 2**20), "note", "only 64 MiB", "--shm-size"),
-        (network.judge, net(resolved=(HOME,)), "warning", "to loopback", "GLOO_SOCKET_IFNAME=eth0"),
-        (network.judge, net(resolved=(HOME,)), "warning", "to loopback", "node1 the address 10.0.0.2"),
-        (network.judge, net(resolved=(), resolve_fault="gaierror"), "warning", "not resolve", "=eth0"),
-        (network.judge, net(resolved=(Resolved("10.9.9.9", False),)), "warning", "another", "=eth0"),
-        (network.judge, net(interfaces=(LO,), resolved=(HOME,)), "note", "to loopback", "that the others"),
-        (network.judge, net(interfaces=(LO,), resolved=(HOME,)), "note", "no interface", "bring a network"),
-        (network.judge, net(interfaces=(replace(LO, is_up=False), LAN)), "broken", "loopback is", "ip link"),
-        (network.judge, net(gloo_interfaces=("eth7",)), "broken", "no interface", "IFNAME=eth0, or unset"),
-        (network.judge, net(gloo_interfaces=("lo",)), "warning", "does not lead", "IFNAME=eth0"),
-        (network.judge, net(interfaces=(WAN, LO, LAN), gloo_interfaces=("ens5",)), "warning", "public", "IFNAME=eth0"),
-        (network.judge, net(interfaces=(WAN,), resolved=(Resolved("8.8.4.4", True),)), "warning",
+        (software.check, replace(SOFTWARE, python=(3, 10, 9)), "broken", "3.10.9 is too old", "3.11"),
+        (software.check, replace(SOFTWARE, torch="2.5.1+cpu"), "broken", "2.5.1+cpu is too old", "upgrade torch"),
+        (software.check, replace(SOFTWARE, torch="nightly"), "broken", "nightly is too old", "2.6"),
+        (software.check, replace(SOFTWARE, system="Darwin"), "note", "only a part of its work on Darwin", "Linux"),
+        (software.check, replace(SOFTWARE, numpy_fault="Numpy is not available"), "broken", "numpy 2.4.0", "pip"),
+        (software.check, replace(SOFTWARE, world_fault="Missing: RANK"), "broken", "make no sense", "Unset"),
+        (processor.check, replace(PROCESSOR, quota=2.5), "warning", "the time of only 2.5 cores", "taskset -c 0-1"),
+        (processor.check, replace(PROCESSOR, usable=4, torch_threads=4), "note", "4 of 8 cores", "taskset -c 0-7"),
+        (processor.check, processor.ProcessorFacts(cores=1, usable=1), "note", "1 core", "trying things out"),
+        (processor.check, replace(PROCESSOR, torch_threads=16), "warning", "16 threads on 8 cores", "at most 8"),
+        (processor.check, replace(PROCESSOR, torch_threads=1, omp_num_threads="1"), "note", "1 thread on 8", "ranks"),
+        (processor.check, replace(PROCESSOR, omp_num_threads="500m"), "warning", "OMP_NUM_THREADS=500m", "unset"),
+        (processor.check, replace(PROCESSOR, omp_num_threads="0"), "warning", "no number of threads", "unset"),
+        (memory.check, replace(MEMORY, available_bytes=GIB // 2), "warning", "only 0.5 GiB", "fewer ranks"),
+        (memory.check, replace(MEMORY, limit_bytes=8 * GIB), "note", "allows 8.0 GiB", "docker run --memory"),
+        (memory.check, replace(MEMORY, limit_bytes=GIB // 2), "warning", "allows 0.5 GiB", "raise it"),
+        (memory.check, memory.MemoryFacts(total_bytes=None), "note", "unknown", "room"),
+        (shared_memory.check, replace(SHARED, supported=False), "note", "not available on this", "kind='threads'"),
+        (shared_memory.check, replace(SHARED, faults={"pidfd": "no"}), "broken", "no pidfd", "seccomp"),
+        (shared_memory.check, replace(SHARED, address_space_bytes=48 * GIB), "broken", "too little", "ulimit -v"),
+        (shared_memory.check, replace(SHARED, address_space_bytes=200 * GIB), "warning", "6 ranks", "ulimit -v"),
+        (shared_memory.check, replace(SHARED, open_files=64), "warning", "only 64 open files", "ulimit -n"),
+        (shared_memory.check, replace(SHARED, dev_shm_bytes=64 * 2**20), "note", "only 64 MiB", "--shm-size"),
+        (network.check, net(resolved=(HOME,)), "warning", "to loopback", "GLOO_SOCKET_IFNAME=eth0"),
+        (network.check, net(resolved=(HOME,)), "warning", "to loopback", "node1 the address 10.0.0.2"),
+        (network.check, net(resolved=(), resolve_fault="gaierror"), "warning", "not resolve", "=eth0"),
+        (network.check, net(resolved=(Resolved("10.9.9.9", False),)), "warning", "another", "=eth0"),
+        (network.check, net(interfaces=(LO,), resolved=(HOME,)), "note", "to loopback", "that the others"),
+        (network.check, net(interfaces=(LO,), resolved=(HOME,)), "note", "no interface", "bring a network"),
+        (network.check, net(interfaces=(replace(LO, is_up=False), LAN)), "broken", "loopback is", "ip link"),
+        (network.check, net(gloo_interfaces=("eth7",)), "broken", "no interface", "IFNAME=eth0, or unset"),
+        (network.check, net(gloo_interfaces=("lo",)), "warning", "does not lead", "IFNAME=eth0"),
+        (network.check, net(interfaces=(WAN, LO, LAN), gloo_interfaces=("ens5",)), "warning", "public", "IFNAME=eth0"),
+        (network.check, net(interfaces=(WAN,), resolved=(Resolved("8.8.4.4", True),)), "warning",
          "public", "VPN"),
-        (gpu.judge, gpu.AcceleratorFacts(torch_build="CPU", has_driver=True), "warning", "cannot use", "for CUDA"),
-        (gpu.judge, gpu.AcceleratorFacts(torch_build="CUDA 12.8", fault="old"), "warning", "cannot use", "nvidia-smi"),
-        (gpu.judge, replace(GPUS, gpus=("H200",)), "note", "for one rank", "shared memory"),
-        (gpu.judge, replace(GPUS, nccl=""), "note", "no NCCL", "Linux"),
-        (left.judge, left.LeftoverFacts(processes=(ORPHAN,)), "warning", "orphan processes: 42", "kill 42"),
-        (left.judge, left.LeftoverFacts(meeting_points=(left.MeetingPoint("@m", 7),)), "note", "points: 1", "kill 7"),
-        (left.judge, left.LeftoverFacts(meeting_points=(left.MeetingPoint("@m", None),)), "note", "points: 1", "user"),
-        (left.judge, left.LeftoverFacts(folders=(left.Folder("/t/murmura-x", 7200.0),)), "note", "folders: 1",
+        (gpu.check, gpu.AcceleratorFacts(torch_build="CPU", has_driver=True), "warning", "cannot use", "for CUDA"),
+        (gpu.check, gpu.AcceleratorFacts(torch_build="CUDA 12.8", fault="old"), "warning", "cannot use", "nvidia-smi"),
+        (gpu.check, replace(GPUS, gpus=("H200",)), "note", "for one rank", "shared memory"),
+        (gpu.check, replace(GPUS, nccl=""), "note", "no NCCL", "Linux"),
+        (left.check, left.LeftoverFacts(processes=(ORPHAN,)), "warning", "orphan processes: 42", "kill 42"),
+        (left.check, left.LeftoverFacts(rendezvous_sockets=(left.RendezvousSocket("@m", 7),)), "note",
+         "sockets: 1", "kill 7"),
+        (left.check, left.LeftoverFacts(rendezvous_sockets=(left.RendezvousSocket("@m", None),)), "note",
+         "sockets: 1", "user"),
+        (left.check, left.LeftoverFacts(folders=(left.Folder("/t/murmura-x", 7200.0),)), "note", "folders: 1",
          "rm -r /t/murmura-x"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_told_with_advice(
-    judge: Callable[[Any], list[Finding]], facts: object, status: str, title: str, advice: str
+    check: Callable[[Any], list[Finding]], facts: object, status: str, title: str, advice: str
 ) -> None:
-    found = [finding for finding in judge(facts) if title in finding.title]
+    found = [finding for finding in check(facts) if title in finding.title]
     assert [finding.status for finding in found] == [status]
     assert advice in found[0].advice
 
@@ -240,7 +242,7 @@ def test_leftovers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     os.utime(temp / "murmura-busy" / "store", (8000.0, 8000.0))
     facts = left.gather(proc, temp, now=9000.0)
     assert [(each.pid, each.is_orphan) for each in facts.processes] == [(50, True), (51, False)]
-    assert facts.meeting_points == (left.MeetingPoint("@murmura-ab", 51),)
+    assert facts.rendezvous_sockets == (left.RendezvousSocket("@murmura-ab", 51),)
     assert facts.folders == (left.Folder(str(temp / "murmura-old"), 8000.0),)
 
 
@@ -257,16 +259,16 @@ def test_half_of_a_launchers_variables_is_a_fault() -> None:
 
 def test_an_attempt_answers_in_any_case() -> None:
     event = threading.Event()
-    assert attempt(lambda: 7, 5.0).value == 7
-    failed = attempt(lambda: 1 // 0, 5.0)
+    assert call_with_timeout(lambda: 7, 5.0).value == 7
+    failed = call_with_timeout(lambda: 1 // 0, 5.0)
     assert isinstance(failed.fault, ZeroDivisionError)
-    assert isinstance(attempt(event.wait, 0.01).fault, TimeoutError)
+    assert isinstance(call_with_timeout(event.wait, 0.01).fault, TimeoutError)
     event.set()
-    assert in_words(ValueError("a\n  b" + "c" * 500), 20) == "ValueError: a bccccc ..."
+    assert one_line(ValueError("a\n  b" + "c" * 500), 20) == "ValueError: a bccccc ..."
 
 
 def test_a_section_that_fails_is_a_finding() -> None:
-    found = examine_section(Section.NETWORK, lambda: [][1])
+    found = check_section(Section.NETWORK, lambda: [][1])
     assert [(each.section, each.status) for each in found] == [(Section.NETWORK, Status.WARNING)]
     assert "IndexError" in found[0].detail
 
@@ -284,11 +286,11 @@ def test_a_wrong_sum_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_trials_are_judged() -> None:
-    assert live.judge(live.GLOO, TRIALS, 1.0).status is Status.OK
-    wrong = live.judge(live.GLOO, [TRIALS[0], live.Trial((1024,), (1e-4, 1e-3))], 1.0)
+    assert live.check(live.GLOO, TRIALS, 1.0).status is Status.OK
+    wrong = live.check(live.GLOO, [TRIALS[0], live.Trial((1024,), (1e-4, 1e-3))], 1.0)
     assert (wrong.status, "rank 1: [1024]" in wrong.detail) == (Status.BROKEN, True)
-    assert live.judge(live.GLOO, [TRIALS[0], live.Trial((), (0.5, 0.5))], 1.0).status is Status.WARNING
-    assert "nobody to exchange with" in live.judge(live.nccl(1), TRIALS[:1], 1.0).detail
+    assert live.check(live.GLOO, [TRIALS[0], live.Trial((), (0.5, 0.5))], 1.0).status is Status.WARNING
+    assert "nobody to exchange with" in live.check(live.nccl(1), TRIALS[:1], 1.0).detail
 
 
 def test_the_worlds_that_can_run_here_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +337,7 @@ SICK = Diagnosis(
 
 
 def test_what_is_broken_sets_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda *args, **options: SICK)
+    monkeypatch.setattr(doctor, "run_checks", lambda *args, **options: SICK)
     status, text = run()
     assert status == 1
     assert text.splitlines() == [
@@ -346,7 +348,7 @@ def test_what_is_broken_sets_the_exit_status(monkeypatch: pytest.MonkeyPatch) ->
     ]  # fmt: skip
     status, text = run("--json", "-")
     assert (status, json.loads(text)["status"]) == (1, "broken")
-    monkeypatch.setattr(doctor, "examine", lambda *args, **options: Diagnosis(SICK.findings[:2]))
+    monkeypatch.setattr(doctor, "run_checks", lambda *args, **options: Diagnosis(SICK.findings[:2]))
     assert run()[0] == 0
 
 

@@ -1,4 +1,4 @@
-"""Gradients in, averaged gradients out: a thin face over the collectives of a transport."""
+"""Gradient aggregators: the mean of all ranks' gradients, by the collectives of a transport."""
 
 from murmura.aggregation.all_reduce import AllReduceAggregator
 from murmura.aggregation.base import GradientAggregator

@@ -1,4 +1,4 @@
-"""What an aggregator asks of its arguments before anything is sent."""
+"""Checks of an aggregator's arguments, before anything is sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from murmura.types import ReduceOp
 
 
 def check_place(config: DistributedConfig, transport: Transport) -> None:
-    """Refuse a config that tells of another place than the transport has; all contradictions at once."""
+    """Raise `ConfigError` if config and transport differ in rank or world size; all contradictions at once."""
     places = {
         "world_size": (config.world_size, transport.world_size),
         "rank": (config.rank, transport.rank),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from murmura.aggregation.base import GradientAggregator
 from murmura.aggregation.checks import check_list
-from murmura.aggregation.flat import clones
+from murmura.aggregation.layout import clones
 
 
 class LocalAggregator(GradientAggregator):

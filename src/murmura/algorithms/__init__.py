@@ -2,7 +2,7 @@
 
 from murmura.algorithms.aggregate_gradients import AggregateGradients
 from murmura.algorithms.async_model_average import AsyncModelAverageAlgorithm, AsyncModelAverageAlgorithmImpl
-from murmura.algorithms.base import Algorithm, AlgorithmImpl
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
 from murmura.algorithms.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
 from murmura.algorithms.decentralized import DecentralizedAlgorithm, DecentralizedAlgorithmImpl
 from murmura.algorithms.diloco import DiLoCoAlgorithm, DiLoCoAlgorithmImpl
@@ -39,6 +39,7 @@ __all__ = [
     "QAdamAlgorithm",
     "QAdamAlgorithmImpl",
     "QAdamOptimizer",
+    "Replica",
     "algorithm_named",
     "algorithm_names",
 ]

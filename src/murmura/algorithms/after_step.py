@@ -24,6 +24,7 @@ class AfterStepImpl(AlgorithmImpl, ABC):
     exchanges = Exchanges.WEIGHTS
     _num_owed = 0  # rounds that were due and whose exchange is still to come
     _is_last_due = False
+    _is_restarted = False  # other weights were loaded, which may differ between the ranks
 
     @abstractmethod
     def is_due(self, number: int) -> bool:
@@ -36,6 +37,9 @@ class AfterStepImpl(AlgorithmImpl, ABC):
     @abstractmethod
     def use(self, weights: FlatWeights) -> None:
         """Exchange `weights` from now on, which are equal on all ranks."""
+
+    def start_from_mean(self) -> None:
+        """Let the ranks, which may have loaded different weights, go on from what is derived from their mean."""
 
     def setup(self, replica: Replica) -> None:
         self._replica = replica
@@ -66,6 +70,9 @@ class AfterStepImpl(AlgorithmImpl, ABC):
 
     def _communicate_once(self) -> None:
         self._num_owed -= 1
+        if self._is_restarted and self.process_group.world_size > 1:
+            self.start_from_mean()
+        self._is_restarted = False
         self.communicate()
 
     def _has_any_stepped(self, here: bool) -> bool:
@@ -92,3 +99,4 @@ class AfterStepImpl(AlgorithmImpl, ABC):
 
     def weights_replaced(self) -> None:
         self.use(self._weights)
+        self._is_restarted = True

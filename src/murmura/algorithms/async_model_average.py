@@ -36,7 +36,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def __init__(self, process_group: Transport, **choices: Any) -> None:
         super().__init__(process_group, **choices)
         self._channel = process_group.channel("average")
-        self._background = BackgroundExchanges(f"{self._channel.name}-rank{self._channel.rank}")
+        self._background = BackgroundExchanges(self._channel)
         self._replica: Replica | None = None
         self._pending: PendingExchange | None = None
         self._owed: list[Tensor] = []  # corrections that wait for a moment at which weights may be written
@@ -56,8 +56,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     def _use(self, weights: FlatWeights) -> None:
         self._weights = weights
-        self._snapshot = self._weights.allocate(self._channel)
-        self._correction = self._weights.allocate(self._channel)
+        self._snapshot = self._weights.allocate(self._channel.allocate)
+        self._correction = self._weights.allocate(self._channel.allocate)
         self._loop = AveragingLoop(self._channel, self._snapshot, self._correction, self.sync_interval_ms / 1000)
 
     def on_bucket_ready(self, bucket: Bucket) -> None:
@@ -86,6 +86,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._weights.add(self._owed)
             self._owed = []
         self._loop.correct(self._weights.add)
+
+    def before_collective(self) -> None:
+        """Nobody waits for a step: the average is formed in the background."""
 
     def _await_average(self) -> None:
         """Wait for the average under way: from now on its correction is owed to the weights."""
@@ -140,7 +143,6 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._loop.close()
             self._loop.correct(self._weights.add)
         self._channel.close()
-        self._background.close()
 
 
 @dataclass(frozen=True)

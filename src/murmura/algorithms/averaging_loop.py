@@ -1,4 +1,4 @@
-"""Averages weights by the clock, in a thread of its own, and never stands in training's way."""
+"""Averages weights at fixed intervals, in a thread of its own for which training never waits."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ class AveragingLoop:
         if self._at_exit is not None:
             self._at_exit.detach()
         # The thread is a daemon: a program that ends without `stop` stops here, while threads still run.
-        self._at_exit = weakref.finalize(self, _end, self._stopping, self._thread, self._channel)
+        # It holds the channel weakly, or a channel that failed would live on with its error's traceback and this loop.
+        self._at_exit = weakref.finalize(self, _end, self._stopping, self._thread, weakref.ref(self._channel))
         self._thread.start()
 
     def stop(self) -> None:
@@ -93,15 +94,15 @@ class AveragingLoop:
 
     def close(self) -> None:
         """As `stop`, but leave in any case, also if the others are stuck; the channel is of no use afterwards."""
-        if self._thread is not None:
-            _end(self._stopping, self._thread, self._channel)
+        if self._at_exit is not None:
+            self._at_exit()
         self._is_closed = True
         if self._error is not None and not self._is_error_told:  # closing must work: no error, but not silence either
             self._is_error_told = True
-            log.error("averaging had failed after the last round: %s", self._error)
+            log.error("averaging had failed after the last round: %s", str(self._error))  # handlers keep what they get
 
     def boundary(self, read: Callable[[Sequence[Tensor]], None], add: Callable[[Sequence[Tensor]], None]) -> None:
-        """Training is between two rounds: `add` what has come to the weights, and `read` them if that is wanted."""
+        """Called between two rounds: `add` a finished correction to the weights; `read` them for the next average."""
         self.correct(add)
         if self._turn is _Turn.SNAPSHOT:
             read(self._snapshot)
@@ -109,7 +110,7 @@ class AveragingLoop:
             self._turn = _Turn.AVERAGE
 
     def correct(self, add: Callable[[Sequence[Tensor]], None]) -> None:
-        """`add` what has come to the weights, if anything has; raises the error that the thread ended with."""
+        """`add` a finished correction to the weights, if there is one; raise the error that ended the thread."""
         if not self._is_closed:
             self._raise_error()
         if self._turn is _Turn.CORRECTION:
@@ -140,7 +141,7 @@ class AveragingLoop:
         self._stopping.wait(min(self._interval, TICK_SECONDS))
 
     def fail(self, error: BaseException) -> None:
-        """The thread ended with `error`: training shall hear of it, unless it only means that a rank has left."""
+        """Keep `error`, which ended the thread, for training to raise, unless it only means that a rank has left."""
         if isinstance(error, TransportClosed) or (isinstance(error, PeerLost) and error.left):
             log.info("averaging has ended: %s", error)
         else:
@@ -182,14 +183,15 @@ def _vote(channel: Transport, ready: bool, going_on: bool) -> tuple[bool, bool]:
     return bool(all_ready), bool(all_go_on)
 
 
-def _end(stopping: threading.Event, thread: threading.Thread, channel: Transport) -> None:
+def _end(stopping: threading.Event, thread: threading.Thread, reference: weakref.ref[Transport]) -> None:
     stopping.set()
-    if thread is threading.current_thread():
+    channel = reference()
+    if channel is None or thread is threading.current_thread():  # the thread holds the channel until it ends
         return
     thread.join(min(GRACE_SECONDS, channel.timeout))
     if thread.is_alive():  # the others do not vote: they are stuck or gone
         channel.close()
-        thread.join()
+        thread.join(GRACE_SECONDS)  # a wait on a closed channel ends at once, but training's own code may not
 
 
 def _synchronize(flats: Sequence[Tensor]) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from murmura.transports.serial_executor import SerialExecutor, Ticket
+from murmura.transports.base import Transport
+from murmura.transports.serial_executor import Ticket
 
 
 class PendingExchange:
-    """Tensors that an exchange under way has for itself."""
+    """An exchange under way; its tensors must not be used until `wait` returns."""
 
     def __init__(self, ticket: Ticket, streams: Sequence[torch.cuda.Stream]) -> None:
         self._ticket = ticket
@@ -23,22 +24,21 @@ class PendingExchange:
         return self._ticket.done()
 
     def wait(self) -> None:
-        """Wait until the tensors are the caller's again; raise what went wrong."""
+        """Wait until the exchange has ended and its tensors may be used again; raise its error."""
         self._ticket.wait()
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 class BackgroundExchanges:
-    """Runs one exchange after another, in the order they were started."""
+    """Runs one exchange after another in the communication thread of `channel`, in the order they were started."""
 
-    def __init__(self, name: str) -> None:
-        self._executor = SerialExecutor(name)
-        self._executor.close_with(self)
+    def __init__(self, channel: Transport) -> None:
+        self._channel = channel
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def start(self, what: str, tensors: Sequence[Tensor], work: Callable[[], None]) -> PendingExchange:
-        """Run `work` on `tensors`, which it has for itself until they are taken back."""
+        """Run `work` on `tensors`, which must not be used until `wait` returns."""
         streams = [self._stream(device) for device in {tensor.device for tensor in tensors if tensor.is_cuda}]
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -49,11 +49,7 @@ class BackgroundExchanges:
                     current.enter_context(torch.cuda.stream(stream))
                 work()
 
-        return PendingExchange(self._executor.submit(what, run), streams)
-
-    def close(self) -> None:
-        """End the thread. Whoever closes has closed the transport first, so that nothing waits any more."""
-        self._executor.close()
+        return PendingExchange(self._channel.submit_job(what, run), streams)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

@@ -86,6 +86,11 @@ class AlgorithmImpl:
         for name, value in choices.items():
             setattr(self, name, value)
 
+    @property
+    def innermost(self) -> AlgorithmImpl:
+        """The algorithm of the present phase: this one, unless it runs others one after another."""
+        return self
+
     def setup(self, replica: Replica) -> None:
         """Called once, before anything else, when the replicas hold equal weights."""
 
@@ -103,6 +108,9 @@ class AlgorithmImpl:
 
     def after_backward(self) -> None:
         """Called when backward is over and every bucket of the round has been exchanged."""
+
+    def skip_step(self) -> None:
+        """Called before `before_step` when the step will leave the weights as they are: a gradient is not finite."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called when `optimizer` is about to step; not at all when the step is skipped."""
@@ -122,8 +130,10 @@ class AlgorithmImpl:
     def before_collective(self) -> None:
         """Called between rounds when this rank is about to wait for all others in an operation of the user's.
 
-        The step may be skipped or still to come. Other ranks may be inside an exchange that follows their step.
+        The step may be skipped or still to come. Other ranks may be inside an exchange that follows their step, and
+        wait for this one: so what is owed is settled, unless an algorithm knows better.
         """
+        self.settle()
 
     def before_replan(self, buckets: Sequence[Bucket]) -> None:
         """Called on all ranks before gradients move to other `buckets`: what is kept by element moves along."""

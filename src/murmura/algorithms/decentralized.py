@@ -46,14 +46,17 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         super().__init__(process_group, **choices)
         self._channel = process_group.channel("average")
         self._hierarchy = Hierarchy(self._channel, self.hierarchical)
-        self._background = BackgroundExchanges(f"{self._channel.name}-rank{self._channel.rank}")
+        self._background = BackgroundExchanges(self._channel)
         self._pending: PendingExchange | None = None
         self._incoming: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def setup(self, replica: Replica) -> None:
         self._replica = replica
-        self._weights = FlatWeights(replica)
-        self._flats = self._weights.allocate(self._channel)  # x_t, and then A(x_t)
+        self._use(FlatWeights(replica))
+
+    def _use(self, weights: FlatWeights) -> None:
+        self._weights = weights
+        self._flats = self._weights.allocate(self._channel.allocate)  # x_t, and then A(x_t)
         self._before = [torch.empty_like(flat) for flat in self._flats]  # x_t
 
     def before_forward(self) -> None:
@@ -91,6 +94,9 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
             for (average, weight), (before, _) in zip(averages, befores, strict=True):
                 weight.copy_(averaged(weight, average, before))
 
+    def before_collective(self) -> None:
+        """Nobody waits for a step: the average is formed in the background."""
+
     def weights_replaced(self) -> None:
         if self._pending is not None:
             pending, self._pending = self._pending, None
@@ -98,11 +104,10 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
     def parameters_added(self) -> None:
         self.settle()
-        self.setup(self._replica)
+        self._use(self._weights.extended())
 
     def close(self) -> None:
         self._channel.close()
-        self._background.close()
 
     def _average(self, number: int) -> None:
         for flat in self._flats:

@@ -43,7 +43,7 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         self._codec = CodecThread()
 
     def use(self, weights: FlatWeights) -> None:
-        self._flats = weights.allocate(self.process_group)
+        self._flats = weights.allocate(self.process_group.allocate)
         counts = weights.num_parameter_elements
         self._theta = [flat[:count].clone() for flat, count in zip(self._flats, counts, strict=True)]
         self._velocity = [torch.zeros_like(each) for each in self._theta]
@@ -55,6 +55,16 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
 
     def is_due(self, number: int) -> bool:
         return (number + 1) % self.interval == 0
+
+    @torch.no_grad()
+    def start_from_mean(self) -> None:
+        shifts = [torch.zeros_like(flat) for flat in self._flats]
+        for shift, theta in zip(shifts, self._theta, strict=True):
+            mean = theta.clone()
+            self.process_group.all_reduce(mean, ReduceOp.MEAN)
+            shift[: theta.numel()] = mean - theta
+            theta.copy_(mean)
+        self._weights.add(shifts)  # what a rank has changed since it loaded is kept
 
     def communicate(self) -> None:
         self._weights.read(self._flats)
@@ -109,6 +119,7 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._is_restarted = False
         for own, saved in ((self._theta, state["theta"]), (self._velocity, state["velocity"])):
             flats = self._as_flats(own)
             self._weights.load_by_name(flats, saved)

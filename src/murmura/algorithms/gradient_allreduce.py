@@ -58,10 +58,11 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
                 "sum the first one's again. Accumulate inside ddp.no_sync(), or use average=True."
             )
         hierarchy, op = self._hierarchy, ReduceOp.MEAN if self.averages else ReduceOp.SUM
-        hierarchy.reduce_inside(bucket.flat, op)
         if self.compressor is None:
-            hierarchy.reduce_between(bucket.flat, op)
-        elif self._exchanges_compressed:
+            hierarchy.reduce(bucket.flat, op)
+            return
+        hierarchy.reduce_inside(bucket.flat, op)
+        if self._exchanges_compressed:
             self._compressed_mean(bucket)(as_real(bucket.flat))
         hierarchy.spread(bucket.flat)
 

@@ -1,4 +1,4 @@
-"""Ranks by host: the mean inside each host, an exchange between the hosts' leaders, and the result for everyone."""
+"""Exchanges in two levels: inside each host, and between the hosts' leaders."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from murmura.types import ReduceOp
 class Hierarchy:
     """Who exchanges with whom on `transport`.
 
-    If `by_host`, and there are several hosts with more than one rank on some: the leaders, the first rank of each
-    host. Otherwise every rank leads itself, and what is done inside hosts is nothing.
+    If `by_host`, and there are several hosts with more than one rank on some, values are reduced inside each host, only
+    the first rank of each host (its leader) exchanges with other hosts, and the result is broadcast inside the hosts.
+    Otherwise every rank is a leader and nothing is done inside hosts.
 
     Attributes:
-        leaders: the transport of those that exchange; None on a rank that does not.
-        shares: shares[k] is the number of ranks that leader k stands for.
+        leaders: the transport between leaders; None on a rank that is not one.
+        shares: shares[k] is the number of ranks on the host of leader k.
     """
 
     def __init__(self, transport: Transport, by_host: bool) -> None:
@@ -39,11 +40,14 @@ class Hierarchy:
 
     @property
     def is_even(self) -> bool:
-        """Whether all leaders stand for equally many ranks."""
+        """Whether all leaders' hosts have equally many ranks."""
         return len(set(self.shares)) == 1
 
     def reduce(self, flat: Tensor, op: ReduceOp) -> None:
         """Overwrite `flat` with the sum or mean over all ranks, the same bits on each."""
+        if self._inside is None:
+            self._transport.all_reduce(flat, op)
+            return
         self.reduce_inside(flat, op)
         self.reduce_between(flat, op)
         self.spread(flat)
@@ -54,7 +58,7 @@ class Hierarchy:
             self._inside.reduce(flat, 0, op)
 
     def reduce_between(self, flat: Tensor, op: ReduceOp) -> None:
-        """Overwrite the leaders' `flat` with their sum, or their mean weighted by the ranks each stands for."""
+        """Overwrite the leaders' `flat` with their sum, or their mean weighted by the number of ranks on each host."""
         if self.leaders is None:
             return
         if op is ReduceOp.SUM or self.is_even:

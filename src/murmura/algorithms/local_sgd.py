@@ -21,7 +21,7 @@ class LocalSGDAlgorithmImpl(AfterStepImpl):
     interval: int
 
     def use(self, weights: FlatWeights) -> None:
-        self._flats = weights.allocate(self.process_group)
+        self._flats = weights.allocate(self.process_group.allocate)
 
     def is_due(self, number: int) -> bool:
         return (number + 1) % self.interval == 0

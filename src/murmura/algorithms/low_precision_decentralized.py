@@ -66,7 +66,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
             )
 
     def use(self, weights: FlatWeights) -> None:
-        self._flats = weights.allocate(self.process_group)
+        self._flats = weights.allocate(self.process_group.allocate)
         leaders = self._hierarchy.leaders
         self._w: list[Tensor] = []
         self._left: list[Tensor] = []
@@ -82,6 +82,22 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
 
     def is_due(self, number: int) -> bool:
         return number % self.communication_interval == 0
+
+    @torch.no_grad()
+    def start_from_mean(self) -> None:
+        means = self._loaded
+        shifts = [-flat for flat in means]
+        for mean, shift in zip(means, shifts, strict=True):
+            self.process_group.all_reduce(mean, ReduceOp.MEAN)
+            shift.add_(mean)
+        self._weights.add(shifts)  # what a rank has changed since it loaded is kept
+        for replica in (self._w, self._left, self._right):
+            for own, mean in zip(replica, means, strict=False):
+                own.copy_(mean)
+
+    def weights_replaced(self) -> None:
+        super().weights_replaced()
+        self._loaded = [flat.clone() for flat in self._flats]
 
     def communicate(self) -> None:
         if self.process_group.world_size == 1:
@@ -162,6 +178,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
                 "replicas of two neighbours it holds are of other ranks now. Go on with the same ranks in the same "
                 "places, or start the algorithm anew from averaged weights (ddp.average_parameters())."
             )
+        self._is_restarted = False
         if self._w:
             for own, saved in ((self._w, state["w"]), (self._left, state["left"]), (self._right, state["right"])):
                 self._weights.load_by_name(own, saved)

@@ -31,6 +31,10 @@ class PhasedImpl(AlgorithmImpl):
         self.running = self.first.reify(process_group)
 
     @property
+    def innermost(self) -> AlgorithmImpl:
+        return self.running.innermost
+
+    @property
     def exchanges(self) -> Exchanges:  # type: ignore[override]  # of the present phase
         return self.running.exchanges
 
@@ -61,6 +65,9 @@ class PhasedImpl(AlgorithmImpl):
 
     def after_backward(self) -> None:
         self.running.after_backward()
+
+    def skip_step(self) -> None:
+        self.running.skip_step()
 
     def before_step(self, optimizer: Optimizer) -> None:
         self.running.before_step(optimizer)

@@ -16,8 +16,9 @@ from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer
-from murmura.algorithms.weights import FlatTensors, as_real
+from murmura.algorithms.weights import as_real
 from murmura.buckets import Bucket
+from murmura.buckets.flat import FlatTensors
 from murmura.compressors import MinMaxUInt8
 from murmura.errors import ConfigError, UsageError
 from murmura.types import Exchanges, ReduceOp
@@ -45,6 +46,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._hierarchy = Hierarchy(process_group, self.hierarchical)
         self._was_warm = False  # as long as the optimizer is not known
         self._owes_flags = False  # a round has ended after the warm-up, and its step has not come
+        self._must_skip = False  # the step under way is one that this rank skips
         self._skips = False  # the step under way is one that another rank skips
         self._codec = CodecThread()
         self._flats: list[Tensor] = []
@@ -79,7 +81,11 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             any_stepping, _ = self._exchange_flags(self._trainable(), stepping=False)
             self._owes_flags = not any_stepping
 
+    def skip_step(self) -> None:
+        self._must_skip = True
+
     def after_step(self, optimizer: Optimizer) -> None:
+        self._must_skip = False
         if self._skips:
             self._skips = False
             del optimizer.found_inf  # type: ignore[attr-defined]
@@ -105,7 +111,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def _average_moments(self, optimizer: QAdamOptimizer) -> None:
         parameters = self._trainable()
         self._owes_flags = False
-        _, any_skips = self._exchange_flags(parameters, stepping=True, found_infinity=optimizer.found_infinity())
+        found_infinity = self._must_skip or optimizer.found_infinity()
+        _, any_skips = self._exchange_flags(parameters, stepping=True, found_infinity=found_infinity)
         if any_skips:
             self._skips = not hasattr(optimizer, "found_inf")
             optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]  # GradScaler's own way to say it
@@ -150,7 +157,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         if [flat.numel() for flat in self._flats] == moments.numels:
             return
         leaders = self._hierarchy.leaders
-        self._flats = moments.allocate(self.process_group)
+        self._flats = moments.allocate(self.process_group.allocate)
         self._means = []
         if leaders is not None:
             self._means = [

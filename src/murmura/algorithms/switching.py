@@ -36,7 +36,7 @@ def replace_algorithm(running: AlgorithmImpl, algorithm: Algorithm, replica: Rep
 
 def _average_weights(replica: Replica) -> None:
     weights = FlatWeights(replica, with_frozen=True)  # what is frozen now may have been trained apart
-    flats = weights.allocate(replica.transport)
+    flats = weights.allocate(replica.transport.allocate)
     for flat in flats:
         replica.transport.all_reduce(flat, ReduceOp.MEAN)
     weights.write(flats)

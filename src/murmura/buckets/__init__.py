@@ -1,4 +1,4 @@
-"""Parameters that travel together: the plan, a pure function, and the memory it becomes."""
+"""Buckets, gradients that are exchanged together: their plan, a pure function, and their memory."""
 
 from murmura.buckets.bucket import Bucket
 from murmura.buckets.plan import FIRST_BUCKET_BYTES, ParameterSpec, bucket_limit, plan_buckets

@@ -1,4 +1,4 @@
-"""How values become fewer bytes: pure tensor code, no transport in sight."""
+"""Compressors: pure tensor code that turns values into fewer bytes."""
 
 from murmura.compressors.base import Compressor
 from murmura.compressors.cast import Cast

@@ -1,4 +1,4 @@
-"""Every rank its share of the data, and a place in it that a run can come back to."""
+"""Divide a data set among the ranks, and save and restore the position in it."""
 
 from murmura.data.loading import Loader, loader
 from murmura.data.sharding import ShardedSampler

@@ -1,4 +1,4 @@
-"""torch's DataLoader over a rank's share of the data, with as many batches on every rank and a place to resume at."""
+"""A DataLoader over a rank's share of the data, with equally many batches on every rank and a resumable position."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def loader(
     drop_last: bool = False,
     **options: Any,
 ) -> Loader:
-    """Batches of this rank's share of `dataset`: `batch_size` samples on each rank at a time.
+    """Return a loader of this rank's share of `dataset` in batches of `batch_size` samples per rank.
 
     Every rank has the same number of batches, and every sample is in exactly one. The last batch of an epoch is
-    smaller if need be, and where it would be missing on some ranks, its samples go into the batch before, which then
-    has one more than `batch_size`. `drop_last` leaves it out.
+    smaller if necessary; if some ranks would have none, its samples join the batch before, which then has one more than
+    `batch_size`. `drop_last` leaves it out.
 
     Args:
-        transport: this rank's place in the world; a pair of rank and world size does too.
+        transport: a transport, or a pair of rank and world size.
         seed: of the order, and of the workers' random numbers; the same on all ranks.
         options: of torch's DataLoader: ``num_workers``, ``collate_fn``, ``pin_memory``, ``worker_init_fn``, ...
     """
@@ -42,11 +42,11 @@ def loader(
 
 
 class Loader:
-    """What `loader` returns: an iterable of batches, one pass an epoch.
+    """An iterable of batches, made by `loader`; each pass is one epoch.
 
-    A pass begins at the beginning of its epoch, but the first one after `load_state_dict` where the saved one was.
-    When it ends, the next epoch is due. A batch counts as consumed when it is handed out, however many more the
-    workers have fetched. Passes draw nothing from the process's own random numbers. In worker processes
+    A pass starts at the beginning of its epoch, except the first one after `load_state_dict`, which starts at the saved
+    position. A batch counts as consumed when it is yielded, however many more the workers have fetched. Passes do not
+    draw from the process's own random generators. In worker processes
     Python's, numpy's and torch's generators are seeded for each batch from seed, epoch, rank and position, so that
     a resumed run sees the same random augmentations; without workers they are the process's own.
     """
@@ -64,12 +64,12 @@ class Loader:
     ) -> None:
         if taken := [name for name in _OURS if options.get(name) is not None]:
             raise ConfigError(
-                f"{taken[0]}= is what this loader brings itself. Leave it out, or build a DataLoader on a "
+                f"{taken[0]}= is set by this loader itself. Leave it out, or build a DataLoader on a "
                 "murmura.data.ShardedSampler."
             )
         if isinstance(dataset, IterableDataset):
             raise ConfigError(
-                "an IterableDataset has no indices that could be dealt out to the ranks. Let it give each rank its "
+                "an IterableDataset has no indices that could be divided among the ranks. Let it give each rank its "
                 "share itself, and build a torch DataLoader on it."
             )
         batch_size = whole_number("batch_size", batch_size, 1)
@@ -87,22 +87,22 @@ class Loader:
         self._generator = torch.Generator()
         self._loader = DataLoader(
             _Seeded(dataset),
-            batch_sampler=self._batches,  # type: ignore[arg-type]  # torch looks into batches only to fetch them
+            batch_sampler=self._batches,  # type: ignore[arg-type]  # torch only passes batches to __getitems__
             generator=self._generator,
             **options,
         )
 
     @property
     def epoch(self) -> int:
-        """The epoch that the present pass belongs to, or the next one if none is under way."""
+        """The epoch of the current pass, or of the next one if there is none."""
         return self.sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin `epoch` with the next pass; if that is the present one, a restored position stays."""
+        """Begin `epoch` with the next pass; a restored position is kept if that is the current epoch."""
         self.sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """The number of batches in a whole epoch, the same on every rank."""
+        """Return the number of batches in a whole epoch, which is equal on all ranks."""
         return self._batches.count(self.sampler.num_samples)
 
     def __iter__(self) -> Iterator[Any]:
@@ -110,7 +110,7 @@ class Loader:
         if not self._is_resumed:
             sampler.rewind()
         self._is_resumed = False
-        # torch draws from it, at the beginning of a pass, what it seeds the workers with.
+        # torch draws the seeds of the workers from it at the beginning of a pass.
         self._generator.manual_seed(derive_seed(sampler.seed, sampler.epoch, sampler.rank))
         sizes = [len(indices) for _, indices in self._batches]
         for num_samples, batch in zip(sizes, self._loader, strict=True):
@@ -119,17 +119,17 @@ class Loader:
         sampler.set_epoch(sampler.epoch + 1)
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and the position as it is after the batches that were handed out."""
+        """Return the epoch, and the position after the batches that were yielded."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on, with the next pass, where `state_dict` was taken; also with another number of ranks."""
+        """Resume with the next pass where `state_dict` was taken, also with another number of ranks."""
         self.sampler.load_state_dict(state)
         self._is_resumed = True
 
 
 class _Batches:
-    """The batches of a rank from the sampler's position on, each with a seed."""
+    """Yields the batches of a rank from the sampler's position on, each with a seed."""
 
     def __init__(self, sampler: ShardedSampler, batch_size: int, drop_last: bool) -> None:
         self._sampler = sampler
@@ -137,7 +137,7 @@ class _Batches:
         self._drop_last = drop_last
 
     def count(self, num_samples: int) -> int:
-        """How many batches each rank has of `num_samples` samples: as many as the rank with the fewest can fill."""
+        """Return the number of batches in `num_samples` samples: as many as the rank with the fewest can fill."""
         num_whole, rest = divmod(num_samples // self._sampler.world_size, self._batch_size)
         return num_whole + (rest > 0 and not self._drop_last)
 
@@ -154,7 +154,7 @@ class _Batches:
 
 
 class _Seeded(Dataset[Any]):
-    """`dataset`, whose workers' random numbers depend on the batch alone, not on what they fetched before."""
+    """Wraps `dataset` to seed the workers' random generators for each batch, whatever they fetched before."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self._dataset = dataset

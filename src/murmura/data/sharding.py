@@ -1,4 +1,4 @@
-"""Which samples are whose: every sample belongs to exactly one rank, and what has been consumed is one number."""
+"""ShardedSampler gives every sample to exactly one rank; its position in an epoch is one number."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from murmura.transports.base import Transport
 
 
 class ShardedSampler(Sampler[int]):
-    """The indices of this rank's share of a data set, in another order each epoch; for torch's DataLoader.
+    """Yields the indices of this rank's share of a data set, in another order each epoch; for torch's DataLoader.
 
-    The order of an epoch is the same on all ranks, and dealt out like cards: no sample is seen twice. If the ranks do
-    not divide the number of samples, some get one less: give the loader to `ddp.join`, use `drop_last`, or use
-    `murmura.data.loader`, which has as many batches on every rank.
+    The order of an epoch is the same on all ranks, and each takes every n-th index: no sample is seen twice. If the
+    number of samples is not divisible by the number of ranks, some ranks get one less: pass the loader to `ddp.join`,
+    use `drop_last`, or use `murmura.data.loader`, which yields equally many batches on every rank.
 
     The position in an epoch counts the samples that training has consumed, not those that a DataLoader has fetched
-    ahead: call `advance` for each batch, and `set_epoch` before each epoch. It is counted over all ranks, so that
-    another number of ranks can go on.
+    ahead: call `advance` for each batch, and `set_epoch` before each epoch. It counts the samples of all
+    ranks, so that training can resume with another number of ranks.
 
     Args:
         data: the data set, or its length.
-        transport: this rank's place in the world; a pair of rank and world size does too.
+        transport: a transport, or a pair of rank and world size.
         shuffle: whether the order is random; otherwise it is that of the data set.
         seed: of the random order, the same on all ranks.
-        drop_last: whether to leave out what does not go round all ranks.
+        drop_last: whether to leave out the last samples that are too few for all ranks.
     """
 
     def __init__(
@@ -54,27 +54,27 @@ class ShardedSampler(Sampler[int]):
 
     @property
     def position(self) -> int:
-        """How many samples of the epoch the ranks have consumed together, as far as this rank can tell."""
+        """How many samples of the epoch all ranks together have consumed, if all are as far as this one."""
         position = self._start + self._num_consumed * self.world_size
         return position if position + self.rank < self.num_samples else self.num_samples  # nothing left for this rank
 
     def __len__(self) -> int:
-        """How many samples are left for this rank."""
+        """Return how many samples are left for this rank."""
         num_left = self.num_samples - self.position
         num_more = 0 if self.drop_last else self.rank < num_left % self.world_size
         return num_left // self.world_size + num_more
 
     def __iter__(self) -> Iterator[int]:
-        """The indices from the position on."""
+        """Iterate over the indices from the position on."""
         mine = self._order()[self.position :][self.rank :: self.world_size]
         return iter(mine[: len(self)].tolist())
 
     def advance(self, num_samples: int) -> None:
-        """This rank has consumed `num_samples` more."""
+        """Move the position: this rank has consumed `num_samples` more."""
         self._num_consumed += whole_number("num_samples", num_samples, 0, UsageError)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin `epoch`; if that is the present one, its position stays."""
+        """Begin `epoch`; the position is kept if that is the current epoch."""
         epoch = whole_number("epoch", epoch, 0, UsageError)
         if epoch != self.epoch:
             self.epoch = epoch
@@ -85,7 +85,7 @@ class ShardedSampler(Sampler[int]):
         self._start = self._num_consumed = 0
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch and the position; the same on all ranks that have consumed as many batches."""
+        """Return the epoch and the position, which are equal on all ranks that have consumed equally many batches."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -94,7 +94,7 @@ class ShardedSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, also with another number of ranks or another size of batches."""
+        """Resume where `state_dict` was taken, also with another number of ranks or another batch size."""
         for what, here in (("num_samples", self.num_samples), ("seed", self.seed)):
             if state[what] != here:
                 raise ConfigError(
@@ -112,14 +112,14 @@ class ShardedSampler(Sampler[int]):
 
 
 def whole_number(name: str, value: Any, least: int, error: type[MurmuraError] = ConfigError) -> int:
-    """`value` as an int; an `error` that names the argument unless it is one of at least `least`."""
+    """Return `value` as an int; raise `error` with its name unless it is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < least:
         raise error(f"{name}={value!r} must be a whole number, at least {least}.")
     return operator.index(value)
 
 
 def derive_seed(*numbers: int) -> int:
-    """A seed that depends on all `numbers`, and differs wherever one of them does."""
+    """Return a seed that depends on all `numbers`."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -128,11 +128,11 @@ def _place(transport: Transport | tuple[int, int]) -> tuple[int, int]:
         rank, world_size = transport if isinstance(transport, tuple) else (transport.rank, transport.world_size)
     except (AttributeError, ValueError):
         raise ConfigError(
-            f"transport={transport!r} is no place in a world. Pass a transport, or (rank, world_size)."
+            f"transport={transport!r} has no rank and world size. Pass a transport, or (rank, world_size)."
         ) from None
     rank, world_size = whole_number("rank", rank, 0), whole_number("world_size", world_size, 1)
     if not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} is none of a world of {world_size}. Pass a transport, or (rank, world_size).")
+        raise ConfigError(f"rank {rank} is not in a world of {world_size}. Pass a transport, or (rank, world_size).")
     return rank, world_size
 
 
@@ -141,9 +141,9 @@ def _length(data: Sized | int) -> int:
         num_samples = data if isinstance(data, int) else len(data)
     except TypeError:
         raise ConfigError(
-            f"a {type(data).__name__} has no length, so it cannot be dealt out to the ranks. Pass a data set with "
+            f"a {type(data).__name__} has no length, so it cannot be divided among the ranks. Pass a data set with "
             "__len__ and __getitem__, or let the data set itself give each rank its share."
         ) from None
     if num_samples < 0:
-        raise ConfigError(f"a data set of {num_samples} samples cannot be dealt out.")
+        raise ConfigError(f"a data set of {num_samples} samples cannot be divided among the ranks.")
     return num_samples

@@ -6,6 +6,8 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 
+import torch
+
 from murmura.ddp import hooks
 
 
@@ -21,24 +23,27 @@ class BackwardTracker:
         self.syncs = True  # whether the backward that is running, or ran last, synchronises
         self._on_end = weakref.WeakMethod(on_end)
         self._forward_syncs = True  # what the last forward of the root decided
-        self._is_decided = False  # whether that forward still waits for a backward
         self._running: Callable[[], object] = _nothing  # a weak reference to the callback of the running backward
 
     @property
     def is_running(self) -> bool:
-        """Whether a backward is running: one that raised is not, because torch drops its callback."""
+        """Whether a backward of this model is running: one that raised is not, because torch drops its callback."""
         return self._running() is not None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the caller is inside any backward: activation checkpointing computes a forward again there."""
+        return self.is_running or torch._C._current_graph_task_id() != -1
 
     def forward(self) -> None:
         """A forward of the root begins."""
         self._forward_syncs = not self.in_no_sync
-        self._is_decided = True
 
     def follow(self, *, through_root: bool) -> None:
         """A backward is running, which may be new; `through_root` if it has reached an output of the root."""
         if self.is_running:
             return
-        self.syncs = self._forward_syncs if through_root or self._is_decided else not self.in_no_sync
+        self.syncs = self._forward_syncs if through_root else not self.in_no_sync
         reference = self._on_end
 
         def end() -> None:
@@ -49,10 +54,9 @@ class BackwardTracker:
         self._running = weakref.ref(end)
         hooks.at_end_of_backward(end)
 
-    def ended(self, *, left_gradients: bool) -> None:
-        """The running backward has ended; torch.autograd.grad leaves no gradients, and the last forward undecided."""
+    def ended(self) -> None:
+        """The running backward has ended."""
         self._running = _nothing
-        self._is_decided = self._is_decided and not left_gradients
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -65,4 +69,4 @@ class BackwardTracker:
 
 
 def _nothing() -> None:
-    """Stands for a weak reference, when no backward is running."""
+    """Replaces a weak reference while no backward is running."""

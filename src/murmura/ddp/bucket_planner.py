@@ -24,6 +24,7 @@ class BucketPlanner:
         self._bucket_bytes = bucket_bytes
         self._order = list(reversed(replica.trainable()))
         self._is_observed = False
+        self._cut: list[tuple[int, ...]] | None = None  # the order cut into buckets, once asked for
 
     @property
     def order(self) -> Sequence[int]:
@@ -33,11 +34,6 @@ class BucketPlanner:
     def buckets(self) -> list[Bucket]:
         """New buckets."""
         replica = self._replica
-        specs = [
-            ParameterSpec(name, p.numel(), p.dtype, p.device)
-            for name, p in zip(replica.names, replica.parameters, strict=True)
-        ]
-        limit = bucket_limit([specs[each] for each in self._order], self._bucket_bytes)
         return [
             Bucket(
                 index,
@@ -45,12 +41,25 @@ class BucketPlanner:
                 [replica.parameters[each] for each in members],
                 replica.transport.allocate,
             )
-            for index, members in enumerate(plan_buckets(specs, self._order, limit))
+            for index, members in enumerate(self._plan())
         ]
+
+    def _plan(self) -> list[tuple[int, ...]]:
+        """The indices of the parameters in each bucket."""
+        if self._cut is None:
+            replica = self._replica
+            specs = [
+                ParameterSpec(name, p.numel(), p.dtype, p.device)
+                for name, p in zip(replica.names, replica.parameters, strict=True)
+            ]
+            limit = bucket_limit([specs[each] for each in self._order], self._bucket_bytes)
+            self._cut = plan_buckets(specs, self._order, limit)
+        return self._cut
 
     def add(self, indices: Sequence[int]) -> bool:
         """Give further parameters a place; whether they had none."""
         before, self._order = self._order, [*self._order, *sorted(set(indices) - set(self._order), reverse=True)]
+        self._cut = self._cut if len(before) == len(self._order) else None
         return len(before) < len(self._order)
 
     def observe(self, observed: Sequence[nn.Parameter]) -> bool:
@@ -63,21 +72,33 @@ class BucketPlanner:
         order = torch.tensor([*came, *(index for index in self._order if index not in set(came))])
         self._replica.transport.broadcast(order, 0)
         before, self._order = self._order, order.tolist()
-        return before != self._order
+        if before == self._order:
+            return False
+        self._cut = None
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """What another run needs to cut the same buckets."""
-        return {"order": [self._replica.names[index] for index in self._order], "is_observed": self._is_observed}
+        names = self._replica.names
+        return {
+            "buckets": [[names[each] for each in members] for members in self._plan()],
+            "is_observed": self._is_observed,
+        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Cut the buckets as the run did that this one resumes; whether that changes the order."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Cut the buckets as the run did that this one resumes."""
         place = {name: index for index, name in enumerate(self._replica.names)}
-        order = [place.get(name, -1) for name in state["order"]]
-        if sorted(order) != sorted(self._order):
+        names = [name for bucket in state["buckets"] for name in bucket]
+        unknown = [name for name in names if name not in place]
+        if unknown:
             raise ConfigError(
-                "this state was saved with other parameters trainable than are here. Freeze the same ones before "
-                "you load it."
+                f"this state holds parameter {unknown[0]!r}, which the model here does not have: it was saved for "
+                "another model."
             )
         self._is_observed = state["is_observed"]
-        before, self._order = self._order, order
-        return before != order
+        self._cut = [tuple(place[name] for name in bucket) for bucket in state["buckets"]]
+        saved = [index for bucket in self._cut for index in bucket]
+        missing = [index for index in self._order if index not in set(saved)]
+        if missing:  # frozen when the state was saved
+            self._cut = None
+        self._order = [*saved, *missing]

@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
-from murmura.ddp.flattening import average_together
+from murmura.buckets.flat import FlatTensors, plain_memory
 from murmura.ddp.replica import ModelReplica
 
 
@@ -15,7 +16,7 @@ from murmura.ddp.replica import ModelReplica
 def consensus_distance(replica: ModelReplica) -> float:
     """The root mean square, over the ranks, of the Euclidean distance of a rank's parameters to their mean."""
     own = [p.to(torch.complex128 if p.is_complex() else torch.float64) for p in replica.parameters]
-    means = average_together(replica.transport, own)
+    means = _means(replica, own)
     squares = sum(float((each - mean).abs().square().sum()) for each, mean in zip(own, means, strict=True))
     total = torch.tensor([squares], dtype=torch.float64)
     replica.transport.all_reduce(total, "mean")
@@ -27,7 +28,7 @@ def average_parameters(replica: ModelReplica) -> Iterator[None]:
     """Hold the mean of all replicas inside the block; afterwards each rank has its own parameters and buffers back."""
     tensors = [parameter.detach() for parameter in replica.parameters] + [buffer.detach() for buffer in replica.buffers]
     own = [tensor.clone() for tensor in tensors]
-    means = average_together(replica.transport, tensors)
+    means = _means(replica, tensors)
     _write(tensors, means)
     try:
         yield
@@ -35,7 +36,17 @@ def average_parameters(replica: ModelReplica) -> Iterator[None]:
         _write(tensors, own)
 
 
+def _means(replica: ModelReplica, tensors: list[Tensor]) -> list[Tensor]:
+    """The mean over the ranks of each of `tensors`, as new tensors; those that have no mean are copied."""
+    packing = FlatTensors(tensors)
+    flats = packing.allocate(plain_memory)
+    for flat in flats:
+        if flat.is_floating_point() or flat.is_complex():
+            replica.transport.all_reduce(flat, "mean")
+    return packing.parts(flats)
+
+
 @torch.no_grad()
-def _write(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+def _write(tensors: list[Tensor], values: list[Tensor]) -> None:
     for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+        tensor.data.copy_(value)  # the values come back, so a graph that needs them stays valid

@@ -15,9 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from murmura.algorithms import Algorithm, AlgorithmImpl, algorithm_named
-from murmura.config import algorithm_from_env
-from murmura.ddp import agreement, consensus
-from murmura.ddp.flattening import broadcast_together
+from murmura.config import setting_from_env
+from murmura.ddp import consensus, replica_checks
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.round import Event
 from murmura.ddp.round_driver import RoundDriver
@@ -78,7 +77,7 @@ class DDP(nn.Module):
         try:
             channel = self._transport.channel("ddp").without_listeners()
             self._replica = ModelReplica(module, channel, ignore, broadcast_buffers)
-            agreement.check_same_model(self._replica.transport, self._replica.describe())
+            replica_checks.check_same_model(self._replica.transport, self._replica.describe())
             self._take_over(0)
             self._driver = RoundDriver(
                 module,
@@ -141,6 +140,14 @@ class DDP(nn.Module):
             state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Loads as a part of another module: a state dict of that has no prefix for this wrapper either."""
+        own = f"{prefix}module."
+        if not any(name.startswith(own) for name in state_dict):
+            for name in [name for name in state_dict if name.startswith(prefix)]:
+                state_dict[own + name.removeprefix(prefix)] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     # Synchronising
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -156,7 +163,7 @@ class DDP(nn.Module):
         self._driver.sync(one_by_one=False)
 
     def settle(self) -> None:
-        """Do what an optimizer's step that was skipped on this rank still owes the others. Collective.
+        """Do the exchanges that an optimizer's step, skipped on this rank, has left undone. Collective.
 
         Every method here that needs it does it by itself, and so does every murmura collective. Call it before a
         collective that murmura cannot see, such as torch.distributed's own, where ranks may skip steps one by one.
@@ -166,13 +173,13 @@ class DDP(nn.Module):
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Take over parameters and buffers of `root`, in place: optimizers built before stay valid. Collective."""
-        self._driver.settle()
+        self._driver.before_load(self.module)
         self._take_over(root)
-        self._driver.after_load()
+        self._driver.after_load(self.module)
 
     def _take_over(self, root: int) -> None:
         tensors = [*self._replica.parameters, *self._replica.all_buffers]
-        broadcast_together(self._replica.transport, tensors, root, rarely=True)
+        self._replica.broadcast(tensors, root, self._replica.transport.allocate)
 
     def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Iterate uneven data: a rank out of it replays its last batch with weight 0 until all are done.
@@ -183,7 +190,7 @@ class DDP(nn.Module):
 
     def verify_in_sync(self) -> None:
         """Raise ReplicaDivergence, naming the first parameter that differs, unless all ranks agree. Collective."""
-        self._driver.before_collective()
+        self._driver.settling.before_collective()
         self._driver.verify()
 
     # The algorithm
@@ -213,7 +220,7 @@ class DDP(nn.Module):
                 f"this state was saved by {state['name']}, and {type(self.algorithm).__name__} is running. Wrap the "
                 "model with the algorithm that was saved, or leave its state out."
             )
-        self._driver.settle()
+        self._driver.settling.settle()
         self._driver.reducer.load_plan(state["plan"])
         self._replica.round = state["round"]
         self.algorithm.load_state_dict(state["algorithm"])
@@ -227,12 +234,12 @@ class DDP(nn.Module):
 
     def consensus_distance(self) -> float:
         """How far the replicas are apart (root mean square distance to their mean); collective, equal on all ranks."""
-        self._driver.before_collective()
+        self._driver.settling.before_collective()
         return consensus.consensus_distance(self._replica)
 
     def average_parameters(self) -> AbstractContextManager[None]:
         """Inside it the module holds the mean of all replicas; afterwards each has its own weights back. Collective."""
-        self._driver.before_collective()
+        self._driver.settling.before_collective()
         return consensus.average_parameters(self._replica)
 
     def observe(self, observer: Observer | None) -> None:
@@ -242,7 +249,7 @@ class DDP(nn.Module):
     # Life
 
     def close(self) -> None:
-        """Do what a skipped step still owes, remove the hooks and end the communication; idempotent.
+        """Do the exchanges that a skipped step left undone, remove the hooks and end the communication; idempotent.
 
         Gradients stay usable. Training through the wrapper is refused from then on.
         """
@@ -265,7 +272,7 @@ class DDP(nn.Module):
 
 def _as_algorithm(algorithm: Algorithm | str | None) -> Algorithm:
     if algorithm is None:
-        algorithm = algorithm_from_env() or "gradient_allreduce"
+        algorithm = setting_from_env("algorithm") or "gradient_allreduce"
     if isinstance(algorithm, str):
         return algorithm_named(algorithm)
     if not isinstance(algorithm, Algorithm):

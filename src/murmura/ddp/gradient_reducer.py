@@ -1,4 +1,4 @@
-"""The gradients of a round: they are copied into buckets, and full buckets are exchanged while backward goes on.
+"""Copies the gradients of a round into buckets, and exchanges full buckets while backward goes on.
 
 Gradient hooks only copy and enqueue. Buckets go to the communication thread in index order on every rank, whatever the
 order in which gradients come. `finish` fills what got no gradient, exchanges the round's tail, waits for everything,
@@ -21,7 +21,7 @@ from murmura.ddp.replica import ModelReplica
 from murmura.ddp.tail import Tail
 from murmura.errors import MurmuraError, UsageError
 from murmura.observe.observer import Observer, exchanging
-from murmura.transports.serial_executor import SerialExecutor, Ticket
+from murmura.transports.serial_executor import Ticket
 
 
 class GradientReducer:
@@ -34,7 +34,6 @@ class GradientReducer:
         self.observer: Observer | None = None
         self.observed: list[nn.Parameter] = []  # in the order their gradients came in the round under way
         self._transport = replica.transport
-        self._executor = SerialExecutor(f"{self._transport.name}-rank{self._transport.rank}")
         self._before: list[Tensor] | None = None  # gradients of earlier rounds, once asked for
         self.use([])
 
@@ -54,7 +53,8 @@ class GradientReducer:
 
     def load_plan(self, state: Mapping[str, Any]) -> None:
         """Cut the buckets as the run did that this one resumes."""
-        if self._planner.load_state_dict(state) and self._replica.buckets:
+        self._planner.load_state_dict(state)
+        if self._replica.buckets:
             self._replica.buckets = self._planner.buckets()
             self.use(self._replica.buckets)
 
@@ -77,6 +77,7 @@ class GradientReducer:
         self._ready = [[False] * len(bucket.parameters) for bucket in self.buckets]
         self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
         self._tickets: list[Ticket] = []
+        self._failure: BaseException | None = None  # of the first exchange of the round that failed
         self._before = None
         self.observed = []
 
@@ -99,6 +100,8 @@ class GradientReducer:
 
     def add(self, parameter: nn.Parameter, number: int, *, send: bool = True) -> None:
         """A gradient of round `number` is complete: copy it into its bucket, and `send` the buckets that are full."""
+        if id(parameter) not in self._where:  # thawed: it takes part when the round has begun
+            return
         bucket, slot = self._where[id(parameter)]
         if bucket.index < len(self._tickets):
             raise UsageError(
@@ -142,13 +145,6 @@ class GradientReducer:
             self._settle(tail, averages and weighs, number)
         self.reset()
 
-    def close(self) -> None:
-        self._executor.close()
-
-    def close_with(self, owner: object) -> None:
-        """Let the communication thread end when `owner` is gone, after what is queued."""
-        self._executor.close_with(owner)
-
     def _copy_in(self, bucket: Bucket, slot: int) -> None:
         parameter, view = bucket.parameters[slot], bucket.views[slot]
         gradient = parameter.grad
@@ -185,14 +181,20 @@ class GradientReducer:
         stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
 
         def run() -> None:
+            if self._failure is not None:  # to the peers a later exchange would look like the one that failed
+                raise self._failure
             try:
                 with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
                     exchange()
             except MurmuraError as error:
                 error.add_note(f"It was the exchange of {what}.")
+                self._failure = error
+                raise
+            except BaseException as error:
+                self._failure = error
                 raise
 
-        return self._executor.submit(what, run)
+        return self._transport.submit_job(what, run)
 
     def _settle(self, tail: Tail, weighs: bool, number: int) -> None:
         """Give every parameter that any rank used its mean gradient; leave the others without."""

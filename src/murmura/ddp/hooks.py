@@ -29,9 +29,9 @@ class Hooked(Protocol):
 
     def gradient_came(self, parameter: nn.Parameter) -> None: ...
 
-    def settle(self) -> None: ...
+    def before_load(self, module: nn.Module) -> None: ...
 
-    def after_load(self) -> None: ...
+    def after_load(self, module: nn.Module) -> None: ...
 
 
 def hook_module(owner: Hooked, module: nn.Module) -> list[Any]:
@@ -40,8 +40,8 @@ def hook_module(owner: Hooked, module: nn.Module) -> list[Any]:
     return [
         module.register_forward_pre_hook(_Before(owner, module)),
         module.register_forward_hook(_After(owner, module)),
-        module.register_load_state_dict_pre_hook(_BeforeLoad(owner, module)),  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_post_hook(_AfterLoad(owner, module)),  # type: ignore[no-untyped-call]
+        *(each.register_load_state_dict_pre_hook(_BeforeLoad(owner, each)) for each in module.modules()),  # type: ignore[no-untyped-call]
+        *(each.register_load_state_dict_post_hook(_AfterLoad(owner, each)) for each in module.modules()),  # type: ignore[no-untyped-call]
         *(part.register_forward_pre_hook(_BeforePart(owner, part)) for part in parts),
     ]
 
@@ -101,14 +101,14 @@ class _BeforeLoad(_ModuleHook):
     def __call__(self, called: nn.Module, *args: Any) -> None:
         owner = self._owner()
         if owner is not None and called is self._module():
-            owner.settle()  # what is owed belongs to the weights that are replaced
+            owner.before_load(called)
 
 
 class _AfterLoad(_ModuleHook):
     def __call__(self, called: nn.Module, incompatible_keys: Any) -> None:
         owner = self._owner()
         if owner is not None and called is self._module():
-            owner.after_load()
+            owner.after_load(called)
 
 
 def _inert() -> Callable[..., None]:
@@ -134,7 +134,17 @@ def hook_parameter(owner: Hooked, parameter: nn.Parameter) -> Any:
             assert isinstance(parameter, nn.Parameter)
             owner.gradient_came(parameter)
 
-    return parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
+    return with_gradient(parameter, lambda: parameter.register_post_accumulate_grad_hook(came))  # type: ignore[no-untyped-call]
+
+
+def with_gradient(parameter: nn.Parameter, register: Callable[[], Any]) -> Any:
+    """What `register` returns, a hook that torch takes for trainable parameters only and keeps for frozen ones."""
+    was_trainable = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        return register()
+    finally:
+        parameter.requires_grad_(was_trainable)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

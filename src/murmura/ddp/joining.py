@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from murmura.ddp.hooks import with_gradient
+from murmura.ddp.settling import Settling
 from murmura.errors import UsageError
 from murmura.transports.base import Transport
 
@@ -27,7 +30,8 @@ class Joined(Protocol):
     @property
     def module(self) -> nn.Module: ...
 
-    def settle(self) -> None: ...
+    @property
+    def settling(self) -> Settling: ...
 
     def gradients_begin(self) -> None: ...
 
@@ -58,18 +62,24 @@ class Joining:
     def round_ended(self) -> None:
         self._num_batches = self._num_real = 0
 
+    def forget_broken_loop(self) -> None:
+        """A round begins: a batch that a loop was left with is none of it."""
+        if not self.active:
+            self.round_ended()
+
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of `loader`, then the last one again until every rank has seen all of its own."""
         if self.active:
             raise UsageError("ddp.join() is already running; finish or break its loop before you start another.")
-        self._model.settle()
+        self._model.settling.settle()
         if self._channel is None:
             self._channel = self._model.channel.channel("join")
         self.active = True
         self.round_ended()
         batches = iter(loader)
         last: list[Batch] = []
-        hooks = self._hook_gradients(self._gradient_begins)
+        parameters = [each for each in self._model.module.parameters() if each.is_floating_point() or each.is_complex()]
+        handles = [with_gradient(each, partial(each.register_hook, self._before_gradient)) for each in parameters]
         try:
             while True:
                 try:
@@ -77,7 +87,7 @@ class Joining:
                     real = True
                 except StopIteration:
                     real = False
-                self._model.settle()  # other ranks may wait for what a skipped step owes
+                self._model.settling.settle()  # other ranks may wait for the exchanges of a step that was skipped here
                 votes = torch.tensor([int(real), int(not last)])
                 self._channel.all_reduce(votes, "sum")
                 num_with_data, num_without_any = votes.tolist()
@@ -88,22 +98,16 @@ class Joining:
                         f"{num_without_any} of the ranks have no batch at all, so there is nothing for them to replay. "
                         "Give every rank at least one batch."
                     )
-                if not real and not self.replaying:
-                    self.replaying = True
-                    # Under these a replayed batch moves no weight, not even if it gives NaN.
-                    hooks += self._hook_gradients(torch.zeros_like)
+                self.replaying = not real
                 self._num_batches += 1
                 self._num_real += real
                 yield last[0]
         finally:
             self.active = self.replaying = False
-            for handle in hooks:
+            for handle in handles:
                 handle.remove()
 
-    def _gradient_begins(self, gradient: Tensor) -> None:
+    def _before_gradient(self, gradient: Tensor) -> Tensor | None:
+        """Called before a gradient is accumulated: a replayed batch moves no weight, not even if it gives NaN."""
         self._model.gradients_begin()
-
-    def _hook_gradients(self, hook: Any) -> list[Any]:
-        """Run `hook` on each gradient before it is accumulated."""
-        parameters = [parameter for parameter in self._model.module.parameters() if parameter.requires_grad]
-        return [parameter.register_hook(hook) for parameter in parameters]  # type: ignore[no-untyped-call]
+        return torch.zeros_like(gradient) if self.replaying else None

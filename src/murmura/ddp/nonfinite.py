@@ -19,15 +19,15 @@ class NonFinitePolicy:
     def __init__(self, replica: ModelReplica, choice: NonFinite) -> None:
         self._replica = replica
         self._choice = choice
-        self._skips_step = False
+        self.skips_step = False
 
     def round_ended(self, number: int) -> None:
         """Round `number` has ended; `NonFiniteGradient` if that is the choice."""
         if self._choice is NonFinite.PASS:
             return
         name = self._first_nonfinite()
-        self._skips_step = name is not None and self._choice is NonFinite.SKIP_STEP
-        if self._skips_step:
+        self.skips_step = name is not None and self._choice is NonFinite.SKIP_STEP
+        if self.skips_step:
             log.warning("the step of round %d is skipped: the gradient of %r is not finite", number, name)
         elif name is not None:
             raise NonFiniteGradient(
@@ -41,8 +41,8 @@ class NonFinitePolicy:
 
         They stay until here because a GradScaler must see them to lower its scale.
         """
-        if self._skips_step:
-            self._skips_step = False
+        if self.skips_step:
+            self.skips_step = False
             for parameter in self._replica.parameters:
                 parameter.grad = None
 

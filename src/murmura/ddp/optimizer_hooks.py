@@ -1,4 +1,4 @@
-"""Which models hear of an optimizer's step: one dispatcher per process, on torch's own global optimizer hooks.
+"""Tells models of optimizers' steps: one dispatcher per process, on torch's own global optimizer hooks.
 
 torch runs these hooks for every optimizer, also for those built earlier; the dispatcher finds the models whose
 parameters the optimizer holds. It is registered once and never removed: torch cannot register while another thread is

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from murmura.buckets import Bucket
+from murmura.buckets.flat import Allocate, FlatTensors, plain_memory
 from murmura.errors import ConfigError, UsageError
 from murmura.transports.base import Transport
 
@@ -55,11 +56,23 @@ class ModelReplica:
         return [optimizer for each in self._optimizers if (optimizer := each()) is not None]
 
     def remember(self, optimizer: Optimizer) -> bool:
-        """`optimizer` steps on the parameters; whether that is news."""
+        """Remember that `optimizer` steps on the parameters; return whether it was unknown."""
         if any(each() is optimizer for each in self._optimizers):
             return False
         self._optimizers = [each for each in self._optimizers if each() is not None] + [weakref.ref(optimizer)]
         return True
+
+    def broadcast(self, tensors: Sequence[Tensor], src: int, allocate: Allocate = plain_memory) -> None:
+        """Overwrite `tensors` with those of rank `src`, in place, with one broadcast for each dtype and device.
+
+        Plain memory goes through a staging area that the transport keeps. `transport.allocate` gives memory that needs
+        none and is freed afterwards: slower to get, but right for what is large and sent rarely.
+        """
+        packing = FlatTensors(tensors)
+        flats = packing.allocate(allocate)
+        for flat in flats:
+            self.transport.broadcast(flat, src)
+        packing.write(flats)
 
     def describe(self) -> list[str]:
         """A line for each parameter and buffer: what all ranks must have alike."""

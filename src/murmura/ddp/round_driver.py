@@ -7,9 +7,6 @@ thread.
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,27 +15,27 @@ from torch.optim import Optimizer
 
 from murmura.algorithms import Algorithm, AlgorithmImpl
 from murmura.algorithms.switching import average_moments, replace_algorithm
-from murmura.ddp import agreement, hooks, optimizer_hooks
+from murmura.ddp import hooks, optimizer_hooks, replica_checks
 from murmura.ddp.backward_tracker import BackwardTracker
 from murmura.ddp.bucket_planner import BucketPlanner
-from murmura.ddp.flattening import broadcast_together
 from murmura.ddp.gradient_reducer import GradientReducer
 from murmura.ddp.joining import Joining
 from murmura.ddp.nonfinite import NonFinitePolicy
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.round import Event, Phase, Round
+from murmura.ddp.settling import Settling
 from murmura.ddp.step_tracker import StepTracker
 from murmura.ddp.trained_parameters import TrainedParameters
 from murmura.ddp.wrapping import refuse_inside_torch_ddp
 from murmura.errors import ConfigError, UsageError
 from murmura.observe.observer import Observer, exposed
-from murmura.observe.recorder import Probe
+from murmura.observe.probe import Probe
 from murmura.transports.base import Transport
 from murmura.types import Exchanges, NonFinite
 
 
 class RoundDriver:
-    """See the module's docstring. `world` is the transport of whose channels `replica` has one."""
+    """Drives the rounds of `module`. `replica` has a channel of `world`."""
 
     def __init__(
         self,
@@ -65,11 +62,10 @@ class RoundDriver:
         self._verify_every = verify_every
         self._nonfinite = NonFinitePolicy(replica, nonfinite)
         self._observer: Observer | None = None
-        self._thread = threading.get_ident()  # the user's, which trains
         self._backward = BackwardTracker(self._end_of_backward)
+        self.settling = Settling(replica, self.round, self._backward)
         self._was_late = False  # the last round began with its backward
-        self._owes_buffers = False
-        self._is_settling = False
+        self._loading: nn.Module | None = None  # the outermost module that is loading
         self._module_hooks: list[Any] = []
         self.algorithm = algorithm.reify(self.channel)  # may refuse, so it comes before the hooks
         if verify_every and self._exchanges_weights:
@@ -80,8 +76,7 @@ class RoundDriver:
         self._steps = StepTracker(replica)
         self.planner = BucketPlanner(replica, bucket_bytes)
         self.reducer = GradientReducer(replica, self.planner)
-        self.reducer.close_with(self)
-        self._stop_listening = world.before_collectives(self.before_collective)
+        self._stop_listening = world.before_collectives(self.settling.before_collective)
         self._trained = TrainedParameters(self, replica, self.planner)
         try:
             self._module_hooks = hooks.hook_module(self, module)
@@ -95,7 +90,7 @@ class RoundDriver:
 
     def _start(self, algorithm: AlgorithmImpl) -> None:
         """Run `algorithm` from the next round on."""
-        self.algorithm = algorithm
+        self.algorithm = self.settling.algorithm = algorithm
         self.reducer.plan(wanted=self._exchanges_gradients)
         self.reducer.exchange = algorithm.on_bucket_ready
         self._trained.restart()
@@ -105,7 +100,7 @@ class RoundDriver:
         """Close the running algorithm and start another, between rounds."""
         self._notice_exception()
         self.round.apply(Event.SWITCH)
-        self.settle()
+        self.settling.settle()
         self.algorithm = replace_algorithm(self.algorithm, algorithm, self.replica)
         self._take_in_thawed(running=False)
         self._start(self.algorithm)
@@ -126,38 +121,15 @@ class RoundDriver:
 
     # Collective points
 
-    def settle(self) -> None:
-        """Do what the last round still owes, because a step was skipped; nothing inside a round."""
-        if self.round.is_idle:
-            self._once(self.algorithm.settle)
-            self._once(self._broadcast_owed_buffers)
-
-    def before_collective(self) -> None:
-        """The user is about to wait for all ranks, which may wait for what this one owes."""
-        # No operation in a communication thread is the user's own, nor is one inside a backward.
-        if threading.get_ident() == self._thread and not self._backward.is_running:
-            self._once(self.algorithm.before_collective)
-
-    def _once(self, work: Callable[[], None]) -> None:
-        """Run `work`, which may call collectives that are announced to this driver."""
-        if not self._is_settling:
-            self._is_settling = True
-            try:
-                work()
-            finally:
-                self._is_settling = False
-
     def _before_round(self) -> None:
         """A forward follows, between two rounds: here weights may be written."""
         self._world.announce()  # the other models of this world settle too
-        self.settle()
+        self.settling.settle()
+        before = self.algorithm.innermost
         self.algorithm.before_round()
+        if self.algorithm.innermost is not before:
+            self._trained.restart()
         self.needs_settling = False
-
-    def _broadcast_owed_buffers(self) -> None:
-        if self._owes_buffers:
-            self._owes_buffers = False
-            broadcast_together(self.channel, self.replica.buffers, 0)
 
     def settle_for_good(self) -> None:
         """As `settle`, before the state is read; refused where that would lose gradients."""
@@ -165,18 +137,27 @@ class RoundDriver:
         if self.round.phase is Phase.ACCUMULATED and not self.replica.has_gradients():
             self.round.apply(Event.DISCARD)
         self.round.apply(Event.SAVE, "saving the state (algorithm_state_dict, Checkpointer.save)")
-        self.settle()
+        self.settling.settle()
 
-    def after_load(self) -> None:
-        """Other weights are there: what the algorithm derived from the former ones is void."""
-        self.algorithm.weights_replaced()
+    def before_load(self, module: nn.Module) -> None:
+        """`module`, the root or a part, begins to load: what is owed belongs to the weights that are replaced."""
+        if self._loading is None:
+            self._loading = module
+            self.settling.settle()
+
+    def after_load(self, module: nn.Module) -> None:
+        """Other weights are there: what the algorithm derived from the former ones is void; the round begins anew."""
+        if self._loading is module:
+            self._loading = None
+            self.algorithm.weights_replaced()
+            self.round.begun = False
 
     def _take_in_thawed(self, *, running: bool = True) -> None:
         """Let parameters that were frozen until now take part, on every rank; the `running` algorithm goes on."""
         thawed = self._trained.thawed()
         if not thawed:
             return
-        if self._trained.take_in(self, thawed):
+        if self._trained.take_in(thawed):
             self.reducer.replan(self.algorithm)
         if running:
             self.algorithm.parameters_added()
@@ -187,9 +168,9 @@ class RoundDriver:
         """A forward of the root begins, with a graph; the first training forward begins a round."""
         refuse_inside_torch_ddp()
         self._notice_exception()
-        if self._backward.is_running:
-            return  # activation checkpointing computes again what the running backward needs
-        self._thread = threading.get_ident()
+        if self._backward.recomputes:
+            return
+        self.settling.seen()
         self.round.check(Event.FORWARD)
         self._backward.forward()
         if self.round.is_idle:
@@ -201,24 +182,23 @@ class RoundDriver:
 
     def before_part(self) -> None:
         """A forward of a part begins, with a graph, and not within one of the root."""
-        if self.round.is_idle and not self._is_settling and not self._backward.is_running:
-            self._thread = threading.get_ident()
+        if self.round.is_idle and not self._backward.recomputes:
+            self.settling.seen()
             self._before_round()
 
     def _begin(self) -> None:
-        """Do what stands at the beginning of a round, before its first forward."""
+        """Do the work at the beginning of a round, before its first forward."""
         if self._observer is not None:
             self._observer.round_opens(self.replica.round)
         with exposed(self._observer, "begin_round"):
-            if not self.joining.active:
-                self.joining.round_ended()  # of a batch that a loop was left with
+            self.joining.forget_broken_loop()
             self._take_in_thawed()
             self.reducer.plan(wanted=self._exchanges_gradients)
             self.algorithm.before_forward()
             if not self._exchanges_weights:
                 self._verify_if_due()
-                self._owes_buffers = self._broadcasts_buffers
-                self._broadcast_owed_buffers()
+                self.settling.owes_buffers = self._broadcasts_buffers
+                self.settling.broadcast_owed_buffers()
             self.round.begun = True
 
     def _begin_late(self) -> None:
@@ -228,7 +208,7 @@ class RoundDriver:
         self._take_in_thawed()
         self.reducer.plan(wanted=self._exchanges_gradients)
         self.algorithm.before_forward()
-        self._owes_buffers = self._broadcasts_buffers and not self._exchanges_weights
+        self.settling.owes_buffers = self._broadcasts_buffers and not self._exchanges_weights
 
     def _verify_if_due(self) -> None:
         if self._verify_every and self.replica.round and self.replica.round % self._verify_every == 0:
@@ -248,6 +228,8 @@ class RoundDriver:
         if not self._backward.is_running:
             self._notice_exception()
             self._backward.follow(through_root=False)
+        if self.round.is_idle:
+            self.joining.forget_broken_loop()
         if not self._backward.syncs:
             if self.round.phase is not Phase.LOCAL_BACKWARD:
                 self.round.apply(Event.LOCAL_GRADIENT)
@@ -266,17 +248,16 @@ class RoundDriver:
             self.reducer.keep_earlier_gradients()
 
     def _notice_exception(self) -> None:
-        """A backward that has neither ended nor is running any more raised an exception."""
+        """Notice that the last backward raised an exception: it has not ended, and is not running any more."""
         if self.round.phase in (Phase.BACKWARD, Phase.LOCAL_BACKWARD) and not self._backward.is_running:
             self.round.apply(Event.FAILURE if self.reducer.has_sent else Event.RAISED)
             self.reducer.reset()
 
     def _end_of_backward(self) -> None:
-        phase = self.round.phase
-        self._backward.ended(left_gradients=phase in (Phase.LOCAL_BACKWARD, Phase.BACKWARD))
-        if phase is Phase.LOCAL_BACKWARD:
+        self._backward.ended()
+        if self.round.phase is Phase.LOCAL_BACKWARD:
             self.round.apply(Event.LOCAL_END)
-        elif phase is Phase.BACKWARD:
+        elif self.round.phase is Phase.BACKWARD:  # torch.autograd.grad leaves no gradient in a parameter
             self._finish(Event.END)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -330,7 +311,7 @@ class RoundDriver:
         """`optimizer` begins its step."""
         self._notice_exception()
         self.round.apply(Event.STEP)
-        self._thread = threading.get_ident()
+        self.settling.seen()
         self.remember(optimizer)
         self._prepare_step(optimizer)
 
@@ -343,7 +324,9 @@ class RoundDriver:
         if self._observer is not None:
             self._observer.before_step(self.replica.parameters)
         with exposed(self._observer, "before_step"):
-            self._broadcast_owed_buffers()
+            self.settling.broadcast_owed_buffers()
+            if self._nonfinite.skips_step:
+                self.algorithm.skip_step()
             self.algorithm.before_step(optimizer)
         self._nonfinite.before_step()
 
@@ -363,29 +346,26 @@ class RoundDriver:
     def verify(self) -> None:
         """Raise `ReplicaDivergence` unless all ranks hold the same parameters."""
         self.replica.check_same_parameters()
-        agreement.check_same_values(self.channel, self.replica.names, self.replica.parameters)
+        replica_checks.check_same_values(self.channel, self.replica.names, self.replica.parameters)
 
     def observe(self, observer: Observer | None) -> None:
         """Report to `observer` from now on; None ends it."""
         if observer is not None and self._observer is not None:
             raise UsageError("this DDP is already observed. End the other Observer first, or give that one more sinks.")
         self._observer = self.reducer.observer = observer
-        self.channel.observe(None if observer is None else Probe(observer.recorder, range(self.channel.world_size)))
+        self.channel.observe(None if observer is None else Probe(observer.span_log, range(self.channel.world_size)))
 
     @property
     def closed(self) -> bool:
         return self.round.phase is Phase.CLOSED
 
     def close(self, *, settle: bool = True) -> None:
-        """Settle, remove the hooks and end the communication thread; may be called again.
-
-        After an exception there is nobody to settle with.
-        """
+        """Settle, remove the hooks and end the communication thread; may be called again."""
         if self.closed:
             return
         try:
-            if settle and sys.exc_info()[0] is None and not self.channel.failed:
-                self.settle()
+            if settle:
+                self.settling.settle_at_close()
         finally:
             self.round.apply(Event.CLOSE)
             self._stop_listening()
@@ -395,6 +375,5 @@ class RoundDriver:
             optimizer_hooks.stop_listening(self, self.replica.parameters)
             self.algorithm.close()
             self.channel.close()
-            self.reducer.close()
             if self._owns_world:
                 self._world.close()

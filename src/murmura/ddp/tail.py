@@ -1,4 +1,4 @@
-"""What ranks tell each other once a round, beside their gradients: the round's tail.
+"""The tail of a round: what ranks exchange once a round, beside their gradients.
 
 It holds whether each parameter was used here, this rank's share of data, and a fingerprint of the round's number and
 the layout of the buckets. One small all-reduce brings their means: so unused parameters, uneven data and disagreement
@@ -51,7 +51,7 @@ class Tail:
         self._all_used = False
 
     def write(self, used: Sequence[bool], weight: float, number: int) -> None:
-        """Say what this rank brings to round `number`."""
+        """Write this rank's values for round `number`."""
         self._check_unread()
         self._all_used = all(used)
         self._staging.copy_(torch.tensor([*map(float, used), weight, self._fingerprint(number)], dtype=torch.float64))
@@ -67,11 +67,11 @@ class Tail:
             self._unread = self._number
 
     def must_be_read(self, weighs: bool) -> bool:
-        """Whether `read` has something to say; on a CPU it costs nothing and is always done."""
+        """Whether `read` is needed; on a CPU it costs nothing and is always done."""
         return weighs or not self._on_cuda or not self._all_used
 
     def read(self, number: int) -> Contents:
-        """What all ranks brought to round `number`; waits for a GPU. `CollectiveMismatch` if it is another round's."""
+        """The means of round `number`; waits for a GPU. Raises `CollectiveMismatch` if they are another round's."""
         self._unread = None
         contents = self._contents()
         self._check_fingerprint(contents, number)

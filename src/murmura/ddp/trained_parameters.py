@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from murmura.ddp import agreement, hooks
+from murmura.ddp import hooks, replica_checks
 from murmura.ddp.bucket_planner import BucketPlanner
 from murmura.ddp.replica import ModelReplica
 
@@ -15,9 +15,13 @@ class TrainedParameters:
     def __init__(self, owner: hooks.Hooked, replica: ModelReplica, planner: BucketPlanner) -> None:
         self._replica = replica
         self._planner = planner
-        self._hooks: dict[int, Any] = {}  # by index of the parameter
         self._taken_in: set[int] = set()
-        self._hook(owner)
+        # Frozen ones are hooked too: a backward that only reaches parameters thawed since must be noticed.
+        self._hooks: list[Any] = [
+            hooks.hook_parameter(owner, parameter)
+            for parameter in replica.parameters
+            if parameter.is_floating_point() or parameter.is_complex()
+        ]
 
     def restart(self) -> None:
         """Another algorithm starts with what is trainable now."""
@@ -27,19 +31,12 @@ class TrainedParameters:
         """The indices of parameters that are trainable by now and do not take part yet."""
         return [index for index in self._replica.trainable() if index not in self._taken_in]
 
-    def take_in(self, owner: hooks.Hooked, thawed: list[int]) -> bool:
+    def take_in(self, thawed: list[int]) -> bool:
         """Let `thawed` take part, on every rank; whether that needs other buckets. Collective."""
-        agreement.check_same_model(self._replica.transport, [self._replica.names[index] for index in thawed])
+        replica_checks.check_same_model(self._replica.transport, [self._replica.names[index] for index in thawed])
         self._taken_in.update(thawed)
-        is_new = self._planner.add(thawed)
-        self._hook(owner)
-        return is_new
+        return self._planner.add(thawed)
 
     def remove_hooks(self) -> None:
-        for handle in self._hooks.values():
+        for handle in self._hooks:
             handle.remove()
-
-    def _hook(self, owner: hooks.Hooked) -> None:
-        for index in self._planner.order:
-            if index not in self._hooks:
-                self._hooks[index] = hooks.hook_parameter(owner, self._replica.parameters[index])

@@ -1,4 +1,4 @@
-"""The launcher: the ranks of this host, from start to end, again if asked to; the failure that matters is told last."""
+"""The launcher behind `murmura run`: runs the ranks of this host, restarts them, and reports the root cause."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from murmura.errors import ConfigError
-from murmura.launch.crew import Member, SignalException, run_crew
-from murmura.launch.limits import advice_on
-from murmura.launch.nodes import Nodes
+from murmura.launch.limits import advice_for
+from murmura.launch.multi_host import LauncherGroup
 from murmura.launch.plan import Attempt, LaunchPlan
-from murmura.launch.verdict import Failure, judge
+from murmura.launch.root_cause import CRASH_PRIORITY, STOPPED_PRIORITY, Failure, find_failure
+from murmura.launch.supervisor import RankCommand, SignalException, supervise
 
 
 def launch(plan: LaunchPlan, say: Callable[[str], None]) -> int:
-    """Run the plan's ranks to their end; returns the exit status: 0, or that of the failure, which `say` is told.
+    """Run the plan's ranks and return the exit status: 0, or that of the failure, which is passed to `say`.
 
-    Must be called in the main thread: signals to this process are passed on to the ranks. On one host nothing listens
-    on any port; with several, the launcher of node 0 does.
+    It must be called in the main thread, for signals to this process are passed on to the ranks. On one host nothing
+    listens on any port; with several, the launcher of node 0 does.
     """
     _make_log_dir(plan)
     try:
-        nodes = Nodes(plan) if plan.num_nodes > 1 else None
+        group = LauncherGroup(plan) if plan.num_nodes > 1 else None
         failure = None
         for number in range(plan.max_restarts + 1):
-            attempt = nodes.agree(number) if nodes else _on_one_host(plan, number)
-            failure = _run(plan, attempt, nodes)
+            attempt = group.rendezvous(number) if group else _on_one_host(plan, number)
+            failure = _run(plan, attempt, group)
             if failure is None:
                 return 0
             if failure.rank is None:
@@ -41,37 +41,38 @@ def launch(plan: LaunchPlan, say: Callable[[str], None]) -> int:
         assert failure is not None
         say(str(failure))
         return failure.exit_status
-    except SignalException as told:
-        say(f"ended by {told.sigval.name}, which was passed on to the ranks.")
-        return 128 + told.sigval
+    except SignalException as received:
+        say(f"ended by {received.sigval.name}, which was passed on to the ranks.")
+        return 128 + received.sigval
     except KeyboardInterrupt:  # before there were any ranks
         return 128 + signal.SIGINT
 
 
-def _run(plan: LaunchPlan, attempt: Attempt, nodes: Nodes | None) -> Failure | None:
+def _run(plan: LaunchPlan, attempt: Attempt, group: LauncherGroup | None) -> Failure | None:
     host = platform.node()
-    members = [
-        Member(attempt.first_rank + local_rank, plan.command, attempt.variables(plan, local_rank))
+    commands = [
+        RankCommand(attempt.first_rank + local_rank, plan.command, attempt.variables(plan, local_rank))
         for local_rank in range(plan.num_ranks)
     ]
     try:
-        ends = run_crew(
-            members,
+        exits = supervise(
+            commands,
             _log_folder(plan, attempt),
-            should_end=lambda: nodes is not None and nodes.has_failure(attempt),
+            should_stop=lambda: group is not None and group.has_failure(attempt),
         )
-    except SignalException as told:
-        if nodes is not None:
-            nodes.tell(attempt, Failure(None, host, -told.sigval, "It ended its ranks.", 0))
+    except SignalException as received:
+        if group is not None:
+            group.report(attempt, Failure(None, host, -received.sigval, "It stopped its ranks.", CRASH_PRIORITY))
         raise
-    failure = judge(ends, lambda rank: host)
-    if failure is not None and (advice := advice_on(failure.words)):
-        failure = replace(failure, words=f"{failure.words}\n{advice}")
-    if nodes is None:
+    failure = find_failure(exits, lambda rank: host)
+    if failure is not None and (advice := advice_for(failure.message)):
+        failure = replace(failure, message=f"{failure.message}\n{advice}")
+    if group is None:
         return failure
-    if failure is None and any(end.was_ended for end in ends):  # because of another host, whose launcher may be gone
-        failure = Failure(None, host, 1, "It ended its ranks because another host had failed or gone.", 5)
-    return nodes.settle(attempt, failure)
+    if failure is None and any(each.was_stopped for each in exits):  # for another host, whose launcher may be dead
+        message = "It stopped its ranks because another host had failed or was lost."
+        failure = Failure(None, host, 1, message, STOPPED_PRIORITY)
+    return group.await_root_cause(attempt, failure)
 
 
 def _on_one_host(plan: LaunchPlan, number: int) -> Attempt:
@@ -94,7 +95,7 @@ def _log_folder(plan: LaunchPlan, attempt: Attempt) -> Path | None:
 
 
 def _make_log_dir(plan: LaunchPlan) -> None:
-    """Before anybody is waited for: a folder that cannot be written is a `ConfigError`."""
+    """Make the folder before waiting for other hosts; a `ConfigError` if it cannot be written."""
     if plan.log_dir is None:
         return
     try:

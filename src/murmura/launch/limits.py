@@ -1,4 +1,4 @@
-"""What the operating system refused, in words that say which limit to raise."""
+"""Error messages for resources that the operating system refused: they say which limit to raise."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from murmura.errors import MurmuraError
 
 
 @contextlib.contextmanager
-def refusals_told(what: str) -> Iterator[None]:
-    """Turn an `OSError`, or the silence of a process that met one, into a `MurmuraError` that begins with `what`."""
+def explain_os_errors(what: str) -> Iterator[None]:
+    """Turn an `OSError`, or the `EOFError` of a helper process that met one, into a `MurmuraError`: "`what`: ..."."""
     try:
         yield
-    except MurmuraError:  # some are OSErrors too, and have said what to do
+    except MurmuraError:  # some are OSErrors too, and already say what to do
         raise
     except (OSError, EOFError) as error:
-        raise MurmuraError(f"{what}: {_words(error)}. {_advice(error)}") from error
+        raise MurmuraError(f"{what}: {_describe(error)}. {_advice(error)}") from error
 
 
-def make_sure_of_descriptors(count: int) -> None:
-    """Raise `OSError` if this process may not open so many files more."""
+def require_descriptors(count: int) -> None:
+    """Raise `OSError` unless this process may open `count` more files."""
     with contextlib.ExitStack() as opened:
         first = os.open(os.devnull, os.O_RDONLY)
         opened.callback(os.close, first)
@@ -30,13 +30,13 @@ def make_sure_of_descriptors(count: int) -> None:
             opened.callback(os.close, os.dup(first))
 
 
-def advice_on(words: str) -> str:
-    """Which limit to raise, if `words`, which a rank said last, tell of one; else nothing."""
+def advice_for(message: str) -> str:
+    """Return which limit to raise if a rank's error message names one; otherwise an empty string."""
     numbers = (errno.EMFILE, errno.EFBIG)
-    return next((_advice(OSError(number, "")) for number in numbers if os.strerror(number) in words), "")
+    return next((_advice(OSError(number, "")) for number in numbers if os.strerror(number) in message), "")
 
 
-def _words(error: OSError | EOFError) -> str:
+def _describe(error: OSError | EOFError) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     return "the server process that starts ranks failed; its own output says why"

@@ -1,4 +1,4 @@
-"""What `murmura run` was asked for, checked as a whole; and what each rank is told of it. Nothing here acts."""
+"""The arguments of `murmura run`, validated, and the environment variables that each rank gets from them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class LaunchPlan:
     Attributes:
         command: what every rank runs.
         num_ranks: ranks on this host.
-        num_nodes: hosts in all; this one is `node_rank`, and node 0 is reached at `coordinator`.
-        variables: set for every rank, besides those that tell its place.
-        secret: known to all ranks of the job; empty for none.
-        log_dir: the folder for the ranks' output; without one it is shown.
+        num_nodes: the number of hosts; this one is `node_rank`, and node 0 listens at `coordinator`.
+        variables: set for every rank, besides those of `Attempt.variables`.
+        secret: shared by all ranks of the job; empty for none.
+        log_dir: the folder for the ranks' output; None shows it on the console.
         max_restarts: how often all ranks are started again after a failure.
         timeout: seconds that the launchers of several hosts wait for each other.
     """
@@ -60,7 +60,7 @@ class LaunchPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """Where this host's ranks stand in the world of one attempt, and where that world meets."""
+    """The place of this host's ranks in the world of one attempt, and the address of its rendezvous."""
 
     job: str
     number: int
@@ -69,10 +69,10 @@ class Attempt:
     master: tuple[str, int]
 
     def variables(self, plan: LaunchPlan, local_rank: int) -> dict[str, str]:
-        """Those of torchrun, which murmura, torch and scripts know, and the job's own name."""
+        """Return the variables that torchrun sets, which torch and scripts read, and murmura's own."""
         several = plan.num_nodes > 1
         return {
-            "PYTHONUNBUFFERED": "1",  # what a rank prints goes through a file, and should be seen when it is printed
+            "PYTHONUNBUFFERED": "1",  # output goes through a file, and should be shown at once
             **plan.variables,
             "RANK": str(self.first_rank + local_rank),
             "WORLD_SIZE": str(self.world_size),
@@ -83,19 +83,19 @@ class Attempt:
             "MASTER_PORT": str(self.master[1]),
             "TORCHELASTIC_RUN_ID": self.job,
             "TORCHELASTIC_RESTART_COUNT": str(self.number),
-            "TORCHELASTIC_USE_AGENT_STORE": str(several),  # then the launcher of node 0 serves it
+            "TORCHELASTIC_USE_AGENT_STORE": str(several),  # then the launcher of node 0 serves the store
             "MURMURA_JOB_ID": f"{self.job}.{self.number}",
             **({"MURMURA_SECRET": plan.secret} if plan.secret else {}),
         }
 
 
 def num_cores() -> int:
-    """Those this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def parse_num_ranks(text: str) -> int:
-    """ "4", or "auto": one for each GPU, or for each core where there is no GPU."""
+    """Parse "4", or "auto": one rank for each GPU, or for each core where there is no GPU."""
     if text == "auto":
         return torch.cuda.device_count() or num_cores()
     if text.isascii() and text.isdigit() and int(text) > 0:
@@ -104,7 +104,7 @@ def parse_num_ranks(text: str) -> int:
 
 
 def read_secret(path: Path) -> str:
-    """The text of the file without white space around it; a `ConfigError` if there is none."""
+    """Return the text of the file without surrounding white space; a `ConfigError` if it is empty or unreadable."""
     try:
         secret = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
-"""Ranks as processes of this host, started from a server process that has already imported torch.
+"""`run_world` with processes: ranks are forked from a server process that has already imported torch.
 
-The server belongs to Python's multiprocessing; it is started by the first call, ends with this process, and makes
-later worlds start in milliseconds. Ranks never fork a process that has run torch.
+The server is multiprocessing's forkserver: the first call starts it, later worlds start in milliseconds, and it ends
+with this process. No rank is forked from a process that has run torch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 
 from murmura.errors import MurmuraError, PeerLost, UsageError
-from murmura.launch.limits import refusals_told
-from murmura.launch.outcomes import Outcome, as_raised, root_cause, stuck
+from murmura.launch.limits import explain_os_errors
+from murmura.launch.outcomes import Outcome, as_raised, failed, unfinished
 from murmura.launch.plan import num_cores
+from murmura.launch.root_cause import describe_status, root_cause
 from murmura.transports.base import Transport
 from murmura.transports.hierarchical import HierarchicalTransport
 from murmura.transports.process_group import ProcessGroupTransport
@@ -37,13 +38,13 @@ from murmura.transports.rendezvous import file_store
 from murmura.transports.shared_memory import SharedMemoryTransport
 from murmura.types import TransportKind
 
-LAST_WORDS_SECONDS = 5.0  # for the other ranks to say what the end of one of them meant to them
+GRACE_SECONDS = 5.0  # after a failure: for the other ranks to notice it and to report their own errors
 INTERRUPTED = 130  # exit status of a rank that was interrupted, as a shell gives it
 
 
 @dataclass(frozen=True)
-class _Birth:
-    """What a rank is told at its start; the function and its arguments are pickled apart, by value."""
+class RankSpec:
+    """What a rank needs to start; the function and its arguments are pickled separately, so that errors name them."""
 
     rank: int
     world_size: int
@@ -53,7 +54,7 @@ class _Birth:
     timeout: float
     num_threads: int
     transport: TransportKind
-    store_file: str  # where ranks of a process group meet
+    store_file: str  # the rendezvous of process groups
 
 
 def run_processes(
@@ -64,7 +65,7 @@ def run_processes(
     timeout: float,
     transport: TransportKind = TransportKind.SHARED_MEMORY,
 ) -> list[Any]:
-    """See `run_world`."""
+    """Run `fn` on ranks that are processes; see `run_world`."""
     work = _pickle_work(fn, args)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "murmura"])
@@ -76,31 +77,31 @@ def run_processes(
     folder = ""
     try:
         if transport is not TransportKind.SHARED_MEMORY:
-            with refusals_told("the ranks have no temporary folder to meet in"):
+            with explain_os_errors("the ranks have no temporary folder for their store"):
                 folder = tempfile.mkdtemp(prefix="murmura-")
         store_file = os.path.join(folder, "store")
         for rank in range(world_size):
-            birth = _Birth(rank, world_size, job, work, hosts, timeout, num_threads, transport, store_file)
-            with refusals_told(f"the process of rank {rank} of {world_size} cannot be started"):
+            spec = RankSpec(rank, world_size, job, work, hosts, timeout, num_threads, transport, store_file)
+            with explain_os_errors(f"the process of rank {rank} of {world_size} cannot be started"):
                 ours, theirs = context.Pipe(duplex=False)
                 pipes[ours] = rank
                 with theirs:
                     name = f"murmura-rank{rank}"
-                    process = context.Process(target=_live, args=(birth, theirs), name=name, daemon=True)
+                    process = context.Process(target=rank_main, args=(spec, theirs), name=name, daemon=True)
                     _start(process)
             processes.append(process)
         _collect(processes, pipes, outcomes, timeout)
-        failure = root_cause(outcomes)
+        failure = root_cause(failed(outcomes))
         if failure is not None:
-            _collect(processes, pipes, outcomes, min(timeout, LAST_WORDS_SECONDS), all_of_them=True)
-            failure = root_cause(outcomes)
+            _collect(processes, pipes, outcomes, min(timeout, GRACE_SECONDS), all_of_them=True)
+            failure = root_cause(failed(outcomes))
             assert failure is not None
             raise as_raised(failure, world_size)
         if pipes:
-            raise stuck(sorted(pipes.values()), timeout, "it was killed")
+            raise unfinished(sorted(pipes.values()), timeout, "it was killed")
         return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
     finally:
-        _end(processes)
+        _stop(processes)
         for pipe in pipes:
             pipe.close()
         if folder:
@@ -108,7 +109,7 @@ def run_processes(
 
 
 def _pickle_work(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """fn and args as bytes; a `UsageError` if another process could not import fn."""
+    """Pickle fn and args; a `UsageError` if another process could not import fn."""
     name = getattr(fn, "__qualname__", repr(fn))
     advice = (
         "Move it to the top level of a module, or of a script that is run as a file; or use kind='threads', which "
@@ -149,36 +150,36 @@ def _collect(
     *,
     all_of_them: bool = False,
 ) -> None:
-    """Take outcomes until all are in or one has failed (unless `all_of_them`), or nobody ends for `timeout`."""
+    """Append outcomes until all ranks have ended, one has failed (unless `all_of_them`), or none ends for `timeout`."""
     last = time.monotonic()
     while pipes:
         for ready in multiprocessing.connection.wait(list(pipes), timeout=0.5):
             rank = pipes.pop(ready)
-            outcomes.append(_hear(rank, ready, processes[rank]))
+            outcomes.append(_receive(rank, ready, processes[rank]))
             last = time.monotonic()
         if (outcomes or all_of_them) and time.monotonic() - last > timeout:
             return
-        if not all_of_them and any(outcome.error is not None for outcome in outcomes):
+        if not all_of_them and failed(outcomes):
             return
 
 
-def _hear(rank: int, pipe: Any, process: Any) -> Outcome:
-    """What a rank said at its end; if it said nothing, how its process ended."""
+def _receive(rank: int, pipe: Any, process: Any) -> Outcome:
+    """Return what a rank sent before it ended; if it sent nothing, how its process ended."""
     try:
         with pipe:
-            said = pipe.recv_bytes()
+            message = pipe.recv_bytes()
     except EOFError:
-        process.join(LAST_WORDS_SECONDS)
+        process.join(GRACE_SECONDS)
         code = process.exitcode
         if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            how = describe_status(code)
         elif code == INTERRUPTED:
             return Outcome(rank, error=KeyboardInterrupt())
         else:
             how = f"exited with status {code} before its function returned; its own output says why"
         return Outcome(rank, error=PeerLost(f"rank {rank} {how}.", peer=rank), crashed=True)
     try:
-        result, error, trace = pickle.loads(said)
+        result, error, trace = pickle.loads(message)
     except Exception as failure:  # whatever an object's own unpickling raises
         return Outcome(
             rank, error=MurmuraError(f"what rank {rank} returned or raised cannot be unpickled: {failure!r}")
@@ -186,17 +187,17 @@ def _hear(rank: int, pipe: Any, process: Any) -> Outcome:
     return Outcome(rank, result, error, trace)
 
 
-def _end(processes: Sequence[Any]) -> None:
-    """See all processes off: those that are still there are asked to go, then killed."""
+def _stop(processes: Sequence[Any]) -> None:
+    """Wait shortly for all processes; terminate, then kill those that still run."""
     for process in processes:
         if process.exitcode is None:
             process.join(0.2)
-    for end, patience in (("terminate", 1.0), ("kill", 5.0)):
+    for method, seconds in (("terminate", 1.0), ("kill", 5.0)):
         alive = [process for process in processes if process.exitcode is None]
         for process in alive:
-            getattr(process, end)()
+            getattr(process, method)()
         for process in alive:
-            process.join(patience)
+            process.join(seconds)
     for process in processes:
         process.close()
 
@@ -204,59 +205,59 @@ def _end(processes: Sequence[Any]) -> None:
 # In the rank's process
 
 
-def _live(birth: _Birth, pipe: Any) -> None:
-    """The life of a rank."""
+def rank_main(spec: RankSpec, pipe: Any) -> None:
+    """Run the rank and send its pickled result or error through `pipe`."""
     threading.Thread(target=_die_with_parent, name="murmura-orphan-watch", daemon=True).start()
-    torch.set_num_threads(birth.num_threads)
+    torch.set_num_threads(spec.num_threads)
     try:
-        said = _work(birth)
-    except KeyboardInterrupt:  # the parent has been interrupted too, and speaks for all
+        message = _work(spec)
+    except KeyboardInterrupt:  # the parent was interrupted too, and reports it
         os._exit(INTERRUPTED)
     with pipe:
-        pipe.send_bytes(said)
+        pipe.send_bytes(message)
 
 
-def _work(birth: _Birth) -> bytes:
+def _work(spec: RankSpec) -> bytes:
     try:
-        fn, args = _unpickle_work(birth.work)
-        with _join(birth) as transport:
+        fn, args = _unpickle_work(spec.work)
+        with _join(spec) as transport:
             result = fn(transport, *args)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # carried to the caller of run_world
+    except BaseException as error:  # raised again by run_world
         return _pickle_error(error)
     try:
         return pickle.dumps((result, None, ""))
     except Exception as error:  # whatever a result's own pickling raises
-        return _pickle_error(UsageError(f"the result of rank {birth.rank} cannot be pickled: {error}"))
+        return _pickle_error(UsageError(f"the result of rank {spec.rank} cannot be pickled: {error}"))
 
 
-def _join(birth: _Birth) -> Transport:
-    with refusals_told("this rank cannot join its world"):
+def _join(spec: RankSpec) -> Transport:
+    with explain_os_errors("this rank cannot join its world"):
         try:
-            return _join_over(birth)
-        except dist.DistStoreError as error:  # the file that is the store; says no more than an OSError does
-            raise OSError(_errno_of(str(error)), str(error), birth.store_file) from error
+            return _join_over(spec)
+        except dist.DistStoreError as error:  # from the file store: an OSError in other words
+            raise OSError(_errno_of(str(error)), str(error), spec.store_file) from error
 
 
-def _errno_of(words: str) -> int | None:
-    return next((number for number in errno.errorcode if os.strerror(number) in words), None)
+def _errno_of(message: str) -> int | None:
+    return next((number for number in errno.errorcode if os.strerror(number) in message), None)
 
 
-def _join_over(birth: _Birth) -> Transport:
-    rank, size = birth.rank, birth.world_size
-    if birth.transport is TransportKind.SHARED_MEMORY:
-        return SharedMemoryTransport.join(birth.job, rank, size, hosts=birth.hosts, timeout=birth.timeout)
-    store = file_store(birth.store_file, size)
-    if birth.transport is TransportKind.HIERARCHICAL:
-        return HierarchicalTransport.join(store, rank, size, hosts=birth.hosts, timeout=birth.timeout)
+def _join_over(spec: RankSpec) -> Transport:
+    rank, size = spec.rank, spec.world_size
+    if spec.transport is TransportKind.SHARED_MEMORY:
+        return SharedMemoryTransport.join(spec.job, rank, size, hosts=spec.hosts, timeout=spec.timeout)
+    store = file_store(spec.store_file, size)
+    if spec.transport is TransportKind.HIERARCHICAL:
+        return HierarchicalTransport.join(store, rank, size, hosts=spec.hosts, timeout=spec.timeout)
     return ProcessGroupTransport.join(
         store,
         rank,
         size,
-        backend=birth.transport,
-        hosts=birth.hosts,
-        timeout=birth.timeout,
+        backend=spec.transport,
+        hosts=spec.hosts,
+        timeout=spec.timeout,
     )
 
 
@@ -273,11 +274,11 @@ def _unpickle_work(work: bytes) -> Any:
 def _pickle_error(error: BaseException) -> bytes:
     trace = "".join(traceback.format_exception(error))
     try:
-        said = pickle.dumps((None, error, trace))
-        pickle.loads(said)
-    except Exception:  # an exception that does not survive pickling: its words do
+        message = pickle.dumps((None, error, trace))
+        pickle.loads(message)
+    except Exception:  # the exception does not survive pickling: send its text
         return pickle.dumps((None, MurmuraError(f"{type(error).__name__}: {error}"), trace))
-    return said
+    return message
 
 
 def _die_with_parent() -> None:

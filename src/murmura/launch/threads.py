@@ -1,4 +1,4 @@
-"""Ranks as threads of this process."""
+"""`run_world` with threads: ranks are threads of this process."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ from typing import Any
 import torch
 
 from murmura.errors import MurmuraError, TransportError
-from murmura.launch.outcomes import Outcome, as_raised, root_cause, stuck
+from murmura.launch.outcomes import Outcome, as_raised, failed, unfinished
+from murmura.launch.root_cause import root_cause
 from murmura.transports.failures import ExitNotice
 from murmura.transports.in_process import InProcessTransport
 
-LAST_WORDS_SECONDS = 10.0  # for the other ranks to notice that the world has ended
+GRACE_SECONDS = 10.0  # after a failure: for the other ranks to notice it and to report their own errors
 
 
 def run_threads(
     fn: Callable[..., Any], world_size: int, args: Sequence[Any], hosts: Sequence[int] | None, timeout: float
 ) -> list[Any]:
-    """See `run_world`. A thread cannot be killed: one that never communicates again outlives the call."""
+    """Run `fn` on ranks that are threads; see `run_world`.
+
+    A thread cannot be killed: one that never communicates again outlives the call.
+    """
     transports = InProcessTransport.create_group(world_size, hosts=hosts, timeout=timeout)
     ended: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
 
     def run_rank(rank: int) -> None:
         transport = transports[rank]
-        # Ranks must not share autograd's thread for a GPU: one that waits there would hold up the rest.
+        # Ranks must not share autograd's thread for a GPU: one that waits there would block the others.
         torch.autograd.set_multithreading_enabled(False)
         try:
             with transport:
                 result = fn(transport, *args)
-        except BaseException as error:  # carried to the caller of run_world
+        except BaseException as error:  # raised again by run_world
             ended.put(Outcome(rank, error=error))
         else:
             ended.put(Outcome(rank, result))
@@ -46,28 +50,28 @@ def run_threads(
         for thread in threads:
             thread.start()
         _collect(ended, outcomes, world_size, timeout)
-    except BaseException as error:  # Ctrl-C, most likely: end the ranks, then let it through
-        story = f"the world was ended by {type(error).__name__}."
-        _cancel(transports, lambda rank: TransportError(story, rank=rank))
-        deadline = time.monotonic() + LAST_WORDS_SECONDS
+    except BaseException as error:  # Ctrl-C, most likely: stop the ranks, then raise it
+        reason = f"the world was ended by {type(error).__name__}."
+        _cancel(transports, lambda rank: TransportError(reason, rank=rank))
+        deadline = time.monotonic() + GRACE_SECONDS
         for thread in threads:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
         raise
-    failure = root_cause(outcomes)
+    failure = root_cause(failed(outcomes))
     if failure is not None:
         assert failure.error is not None
         culprit, notice = failure.rank, ExitNotice.of(failure.error, failure.rank)
         _cancel(transports, lambda rank: None if rank == culprit else notice.as_error(rank, culprit, ""))
-        _collect(ended, outcomes, world_size, min(timeout, LAST_WORDS_SECONDS), all_of_them=True)
-        failure = root_cause(outcomes)
+        _collect(ended, outcomes, world_size, min(timeout, GRACE_SECONDS), all_of_them=True)
+        failure = root_cause(failed(outcomes))
         assert failure is not None
         raise as_raised(failure, world_size)
     missing = sorted(set(range(world_size)) - {outcome.rank for outcome in outcomes})
     if missing:
         others = f"the other ranks ended {timeout:.1f} s ago"
         _cancel(transports, lambda rank: TransportError(f"rank {rank} was ended: {others}.", rank=rank))
-        raise stuck(missing, timeout, "a thread cannot be killed, so it goes on until it communicates")
+        raise unfinished(missing, timeout, "a thread cannot be killed, so it goes on until it communicates")
     for thread in threads:
         thread.join()
     return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
@@ -81,7 +85,7 @@ def _collect(
     *,
     all_of_them: bool = False,
 ) -> None:
-    """Take outcomes until all are in or one has failed (unless `all_of_them`), or nobody ends for `timeout`."""
+    """Append outcomes until all ranks have ended, one has failed (unless `all_of_them`), or none ends for `timeout`."""
     last = time.monotonic()
     while len(outcomes) < world_size:
         try:
@@ -95,8 +99,8 @@ def _collect(
             return
 
 
-def _cancel(transports: Sequence[InProcessTransport], reason: Callable[[int], MurmuraError | None]) -> None:
-    """Abort every rank's transport for its `reason`, if it has one."""
+def _cancel(transports: Sequence[InProcessTransport], error_for: Callable[[int], MurmuraError | None]) -> None:
+    """Abort every rank's transport with `error_for(rank)`, unless that is None."""
     for transport in transports:
-        if (error := reason(transport.rank)) is not None:
+        if (error := error_for(transport.rank)) is not None:
             transport.abort(error)

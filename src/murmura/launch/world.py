@@ -1,4 +1,4 @@
-"""run_world: one function, n ranks, their results in rank order; one rank's failure ends them all."""
+"""`run_world` runs one function on n ranks and returns their results; the failure of one rank stops all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["run_world"]
 
 
 class WorldKind(StrEnum):
-    """What a rank is."""
+    """What runs a rank."""
 
     THREADS = "threads"
     PROCESSES = "processes"
@@ -45,15 +45,15 @@ def run_world(
     """Call ``fn(transport, *args)`` on every rank of a new world and return the results in rank order.
 
     With threads `fn` may be any callable, also one defined in a notebook's cell; the ranks share torch's global
-    random state. With processes `fn`, `args` and results are pickled, so `fn` must stand at the top level of a module
-    or of the running script (which then needs its ``if __name__ == "__main__":``).
+    random state. With processes `fn`, `args` and results are pickled, so `fn` must be defined at the top level of a
+    module or of the running script (which then needs ``if __name__ == "__main__":``).
 
     If a rank raises, the others are cancelled at their next communication, and its exception is raised here, its rank
     in the message. A rank that has not ended `timeout` seconds after the last of the others is killed and named.
 
     Args:
         transport: with processes, "shared_memory" (the default), "gloo", "nccl" or "hierarchical".
-        hosts: on which host each rank pretends to be, by rank: ``[0, 0, 1, 1]``.
+        hosts: simulated hosts, the index of a host for each rank: ``[0, 0, 1, 1]``.
         timeout: the deadline of each wait, 600 seconds if not given.
     """
     world = parse(WorldKind, kind, "kind")
@@ -64,9 +64,9 @@ def run_world(
         raise ConfigError(f"transport='{chosen}' does not join {kind}. With kind='{kind}' take {choices}.")
     if not callable(fn):
         raise ConfigError(f"fn={fn!r} cannot be called: give the function that every rank runs.")
-    if not _is_whole(world_size) or world_size < 1:
+    if not _is_integer(world_size) or world_size < 1:
         raise ConfigError(f"world_size={world_size!r}: a world has at least one rank. Give a whole number.")
-    if hosts is not None and not _is_place_list(hosts, world_size):
+    if hosts is not None and not _is_host_list(hosts, world_size):
         raise ConfigError(f"hosts={hosts!r}: name a host from 0 on for each of the {world_size} ranks: [0, 0, 1, 1].")
     seconds = 600.0 if timeout is None else timeout
     raise_faults(find_faults({"timeout": seconds}), "run_world")
@@ -75,13 +75,13 @@ def run_world(
     return run_processes(fn, world_size, args, hosts, seconds, chosen)
 
 
-def _is_whole(value: object) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_place_list(hosts: object, world_size: int) -> bool:
+def _is_host_list(hosts: object, world_size: int) -> bool:
     return (
         isinstance(hosts, Sequence)
         and len(hosts) == world_size
-        and all(_is_whole(host) and host >= 0 for host in hosts)
+        and all(_is_integer(host) and host >= 0 for host in hosts)
     )

@@ -1,6 +1,7 @@
-"""Observing training: where the time of every step goes on every rank, and what is sent.
+"""Measure where the time of every training step goes on every rank, and how many bytes are sent.
 
-`Observer` watches a DDP; sinks take its records; a trace opens in Perfetto. Nobody who does not observe pays for it.
+An `Observer` measures a DDP and writes a `Record` a step to its sinks; a trace opens in Perfetto. Without an observer
+nothing is measured.
 """
 
 from murmura.observe.observer import Observer

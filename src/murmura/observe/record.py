@@ -1,4 +1,4 @@
-"""The record of one step of one rank, and its line of JSON."""
+"""Record holds the measurements of one step on one rank; it is written as a line of JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Record:
     """Where the time of one step went on one rank.
 
     wall_ms = compute_ms + waited_ms, and exchange_ms = hidden_ms + the part of waited_ms in which an exchange was under
-    way. What is None was not asked for, or, for `waiting`, is not known to the transport.
+    way. A field is None if it was not asked for; `waiting` also if the transport does not report it.
     """
 
     step: int  # DDP's round
@@ -23,29 +23,29 @@ class Record:
     wall_ms: float  # from the end of the step before
     compute_ms: float  # the training thread did its own work: data, forward, backward, optimizer
     waited_ms: float  # the training thread synchronised: exchange time that is exposed, and copies before and after it
-    exchange_ms: float  # tensors were on their way, in any thread
-    hidden_ms: float  # the part of it that the training thread did not notice
-    bytes: dict[str, int]  # given to each operation; what a collective then moves depends on the transport
+    exchange_ms: float  # tensors were being exchanged, in any thread
+    hidden_ms: float  # the part of exchange_ms that overlapped with computation
+    bytes: dict[str, int]  # passed to each operation; how much a collective sends depends on the transport
     waiting: dict[int, float] | None = None  # milliseconds in which each peer was waited for, in any thread
     gradient_norm: float | None = None  # of the gradients that the optimizer applied
     consensus_distance: float | None = None  # see DDP.consensus_distance
     logged: dict[str, float] = field(default_factory=dict)  # what the program added with Observer.log
 
     def to_json(self) -> str:
-        """One line; what is None is left out, and a number that is not finite is null, as JSON has none."""
+        """Return one line without the fields that are None; a number that is not finite becomes null."""
         values = {name: _finite(value) for name, value in asdict(self).items() if value is not None}
         return json.dumps(values, allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> Record:
-        """The record that `to_json` put in a line; null is a NaN."""
+        """Parse a line of `to_json`; null becomes NaN."""
         values: dict[str, Any] = _numbers(json.loads(line))
         if "waiting" in values:
             values["waiting"] = {int(peer): ms for peer, ms in values["waiting"].items()}
         return cls(**values)
 
     def scalars(self) -> Mapping[str, float]:
-        """Every number by a name with a slash where it is nested: "bytes/all_reduce", "waiting/1"."""
+        """Return every number by name, nested ones with a slash: "bytes/all_reduce", "waiting/1"."""
         scalars: dict[str, float] = {}
         for name, value in asdict(self).items():
             if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Where records go: a file of JSON lines for each rank, TensorBoard, or a function of one's own."""
+"""Sinks write records: to a file of JSON lines for each rank, to TensorBoard, or to a function."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import IO, Any, Protocol, runtime_checkable
 from murmura.errors import ConfigError
 from murmura.observe.record import Record
 
-TAIL_BYTES = 64 * 2**10  # in which the last line of a file is looked for
+TAIL_BYTES = 64 * 2**10  # read from the end of a file to find its last line
 
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes the records of one rank, in the training thread."""
+    """Takes the records of one rank; called in the training thread."""
 
     def open(self, rank: int) -> None:
         """Called once, before the first record."""
@@ -90,7 +90,7 @@ class Callback:
 
 
 def read_records(folder: str | os.PathLike[str]) -> dict[int, list[Record]]:
-    """What `JSONLines` wrote to `folder`, by rank; a line that is still being written is left out."""
+    """Return what `JSONLines` wrote to `folder`, by rank, without a line that is still being written."""
     return {
         rank: [Record.from_json(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
         for rank, path in _files(folder).items()
@@ -98,7 +98,7 @@ def read_records(folder: str | os.PathLike[str]) -> dict[int, list[Record]]:
 
 
 def latest_records(folder: str | os.PathLike[str]) -> dict[int, Record]:
-    """Each rank's newest record in `folder`, for who watches a run from outside; ranks without any are left out."""
+    """Return each rank's newest record in `folder`, to watch a run from outside; ranks without records are left out."""
     latest = {}
     for rank, path in _files(folder).items():
         with path.open("rb") as file:

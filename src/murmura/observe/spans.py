@@ -1,7 +1,7 @@
-"""What a step's time was spent on, from the spans that were measured in it: pure arithmetic on intervals.
+"""Arithmetic on intervals: sum up the spans that were measured during a step.
 
-A span is a stretch of one thread's time, in nanoseconds. A step's window cuts those that reach beyond it, so an
-exchange that runs through three steps counts in each of them with its part.
+A span is an interval of one thread's time, in nanoseconds. Spans are cut at the ends of a step, so an exchange that
+lasts three steps counts in each with the part that lies in it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ Interval = tuple[int, int]
 
 
 class Span(NamedTuple):
-    """One stretch of a thread's time, by the observer's clock."""
+    """An interval of a thread's time, by the observer's clock."""
 
     name: str
     thread: int
     began_ns: int
     ended_ns: int
-    is_exchange: bool  # tensors were on their way
-    is_exposed: bool  # the training thread could not go on meanwhile
-    operation: str = ""  # of a transport; then with the bytes given to it
+    is_exchange: bool  # tensors were being exchanged
+    is_exposed: bool  # the training thread waited for it
+    operation: str = ""  # the transport's operation, if it is one; then `sent_bytes` were passed to it
     sent_bytes: int = 0
 
 
 class Wait(NamedTuple):
-    """A stretch of time in which `peer` was waited for, in any thread."""
+    """An interval in which some thread waited for `peer`."""
 
     peer: int
     began_ns: int
@@ -34,17 +34,17 @@ class Wait(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Where the time of a window went, in nanoseconds."""
+    """The sums over one window of time, in nanoseconds and bytes."""
 
     exchange_ns: int
     hidden_ns: int
     exposed_ns: int
-    sent_bytes: dict[str, int]  # by operation, of those that ended before the window did
+    sent_bytes: dict[str, int]  # by operation, of operations that ended in the window
     waiting_ns: dict[int, int]  # by peer
 
 
 def summarise(spans: Sequence[Span], waits: Sequence[Wait], began_ns: int, ended_ns: int) -> Summary:
-    """What happened between `began_ns` and `ended_ns`."""
+    """Sum up what happened between `began_ns` and `ended_ns`."""
     exchange = union((span.began_ns, span.ended_ns) for span in spans if span.is_exchange)
     exposed = union((span.began_ns, span.ended_ns) for span in spans if span.is_exposed)
     window = [(began_ns, ended_ns)]
@@ -68,7 +68,7 @@ def summarise(spans: Sequence[Span], waits: Sequence[Wait], began_ns: int, ended
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same stretches of time, in order and without overlap."""
+    """Return the union of the intervals, sorted and without overlap."""
     merged: list[Interval] = []
     for began, ended in sorted(intervals):
         if merged and began <= merged[-1][1]:
@@ -79,7 +79,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """The time that is in both; each is in order and without overlap."""
+    """Return the time that is in both; each must be sorted and without overlap."""
     common: list[Interval] = []
     i = j = 0
     while i < len(first) and j < len(second):

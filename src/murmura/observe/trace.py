@@ -1,7 +1,7 @@
-"""Traces in the Trace Event format, for Perfetto and chrome://tracing: a process a rank, a track a thread.
+"""Traces in the Trace Event format, for Perfetto and chrome://tracing: one process per rank, one track per thread.
 
-Times are microseconds since the epoch, so traces of ranks and hosts fit together as well as their clocks do. A file is
-an array with one event a line: it opens even if the run was killed before the last bracket.
+Times are microseconds since the epoch, so traces of several hosts are aligned as well as their clocks are. A file is an
+array with one event per line: it opens even if the run was killed before the last bracket.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from murmura.errors import UsageError
-from murmura.observe.recorder import PREFIX
+from murmura.observe.span_log import PREFIX
 from murmura.observe.spans import Span
 
 
 class TraceFile:
     """The trace of one rank, `folder`/rank-<rank>.trace.json; a file of an earlier run is replaced.
 
-    `thread` is the training thread; `epoch_ns` is what to add to a span's time to get that since the epoch.
+    `thread` is the training thread; `epoch_ns` is added to a span's time to get the time since the epoch.
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, thread: int, epoch_ns: int) -> None:
@@ -36,7 +36,7 @@ class TraceFile:
         self._write(self._name("thread_name", 0, "training"))
 
     def write(self, spans: Sequence[Span], thread_names: Mapping[int, str]) -> None:
-        """Add spans that have ended; threads that were not seen yet get a track with their name."""
+        """Add ended spans; a new thread gets a track with its name."""
         lines = []
         for span in spans:
             track = self._tracks.get(span.thread)
@@ -58,7 +58,7 @@ class TraceFile:
             self._file.close()
 
     def _span(self, span: Span, track: int) -> str:
-        # By hand: there are many, and json takes several times as long. Names are ours and need no escapes.
+        # Formatted by hand: json takes several times as long. The names are murmura's and need no escapes.
         began, took = span.began_ns + self._epoch_ns, span.ended_ns - span.began_ns
         args = f'{{"bytes": {span.sent_bytes}}}' if span.operation else "{}"
         return (
@@ -74,7 +74,7 @@ class TraceFile:
 
 
 def merge_traces(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
-    """Put the traces of all ranks in `folder` into one `file` that opens in Perfetto."""
+    """Merge the traces of all ranks in `folder` into one `file` that opens in Perfetto."""
     traces = sorted(Path(folder).glob("rank-*.trace.json"))
     if not traces:
         raise UsageError(f"there is no trace in {folder}. Observe with trace={str(folder)!r} first.")
@@ -88,6 +88,6 @@ def _events(text: str) -> list[str]:
     lines = [line.removesuffix(",") for line in text.splitlines() if line.startswith("{")]
     try:
         json.loads(lines[-1])
-    except ValueError:  # half a line: the run was killed
+    except ValueError:  # an incomplete line: the run was killed
         lines.pop()
     return lines

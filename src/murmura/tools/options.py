@@ -1,4 +1,4 @@
-"""What the options of commands have in common: lists separated by commas, and the command that repeats an order."""
+"""Helpers for command-line options: comma-separated lists, and the command that repeats a measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def parse_list(values: str | Iterable[str], parse: Callable[[str], T]) -> tuple[T, ...]:
-    """The entries of one or several lists separated by commas; each counts once, in order.
+    """Return the entries of one or several comma-separated lists, without duplicates, in order.
 
     One `ConfigError` tells about every entry that `parse` refuses.
     """
@@ -30,7 +30,7 @@ def parse_list(values: str | Iterable[str], parse: Callable[[str], T]) -> tuple[
 
 
 def one_of(names: Iterable[str], option: str) -> Callable[[str], str]:
-    """A function for `parse_list` that refuses what is not among `names`."""
+    """Return a parser for `parse_list` that accepts only `names`."""
     known = list(names)
 
     def parse(entry: str) -> str:
@@ -42,7 +42,7 @@ def one_of(names: Iterable[str], option: str) -> Callable[[str], str]:
 
 
 def command_line(command: str, options: Mapping[str, object]) -> str:
-    """`command` with those of the options that are not None; a tuple becomes a list separated by commas."""
+    """Return `command` with the options that are not None; a tuple becomes a comma-separated list."""
     words = command.split()
     for name, value in options.items():
         if value is not None:
@@ -52,11 +52,11 @@ def command_line(command: str, options: Mapping[str, object]) -> str:
 
 
 def check_seconds(seconds: float) -> list[str]:
-    """What is wrong with a time to measure for."""
+    """Return the faults of a measuring time."""
     return [] if 0 < seconds < float("inf") else [f"{seconds} is not a time to measure for. Give seconds above 0."]
 
 
 def raise_faults(faults: Iterable[str]) -> None:
-    """One `ConfigError` for all of them, if there are any."""
+    """Raise one `ConfigError` for all faults, if there are any."""
     if told := "\n".join(faults):
         raise ConfigError(told)

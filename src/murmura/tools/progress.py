@@ -1,4 +1,4 @@
-"""How far a measurement has come: rank 0 writes lines to a file, a thread of the starting process reads them.
+"""Progress of a measurement: rank 0 writes lines to a file, and a thread of the starting process reads them.
 
 A file serves every way of starting ranks, and tells a rank that works from one that hangs.
 """
@@ -19,7 +19,7 @@ PERIOD_SECONDS = 0.25
 
 
 class Progress(NamedTuple):
-    """How far the stage of this number has come; at its end `rounds` says how many there were."""
+    """The progress of one stage, by number; at its end `rounds` is the number of rounds."""
 
     stage: int
     fraction: float
@@ -30,7 +30,7 @@ Tell = Callable[[Progress], None]
 
 
 def silent(progress: Progress) -> None:
-    """Tell nobody."""
+    """Ignore the progress."""
 
 
 class ProgressFile:
@@ -49,13 +49,13 @@ class ProgressFile:
 
 
 def teller(transport: Transport, path: Path) -> Tell:
-    """What a rank tells its progress to: the file on rank 0, nobody on the others."""
+    """Return the function that takes a rank's progress: it writes to the file on rank 0 and does nothing elsewhere."""
     return ProgressFile(path) if transport.rank == 0 else silent
 
 
 @contextlib.contextmanager
 def watching(path: Path, on_progress: Tell) -> Iterator[None]:
-    """Call `on_progress`, in a thread of its own, for each line that is written to `path`."""
+    """Call `on_progress`, in a new thread, for each line that is written to `path`."""
     path.touch()
     ended = threading.Event()
 
@@ -63,7 +63,7 @@ def watching(path: Path, on_progress: Tell) -> Iterator[None]:
         with path.open(encoding="utf-8") as file:
             line = ""
             while True:
-                last = ended.is_set()  # asked before reading, so that the last line is read
+                last = ended.is_set()  # read before the file, so that the last line is not missed
                 while part := file.readline():
                     line += part
                     if line.endswith("\n"):

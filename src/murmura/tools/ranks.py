@@ -1,4 +1,4 @@
-"""Calls one function on every rank: in processes of this machine, or in ranks that a command starts.
+"""Call one function on every rank: in processes of this machine, or in ranks that a command starts.
 
 `Hosts.run` and mpiexec start commands. `command` puts the function and its arguments into a folder and returns the
 command line of a rank, which joins the others as its environment says, calls the function and leaves there what
@@ -23,7 +23,7 @@ CALL, RESULT, ERROR = "call", "result", "error"
 
 
 def run_here(what: str, fn: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
-    """Rank 0's ``fn(transport, *args)`` in new processes; a `MurmuraError` says that `what` failed, and why."""
+    """Run ``fn(transport, *args)`` in new processes and return rank 0's result; an error says why `what` failed."""
     try:
         return run_world(fn, num_ranks, *args, kind="processes", timeout=WAIT_SECONDS)[0]
     except MurmuraError:
@@ -33,31 +33,31 @@ def run_here(what: str, fn: Callable[..., Any], num_ranks: int, *args: Any) -> A
 
 
 def command(folder: Path, fn: Callable[..., Any], *args: Any) -> list[str]:
-    """The command line of a rank that calls ``fn(transport, *args)``; `folder` serves one call."""
+    """Return the command line of a rank that calls ``fn(transport, *args)``; `folder` is for this call only."""
     (folder / CALL).write_bytes(pickle.dumps((fn, args)))
     return [sys.executable, "-m", "murmura.tools.ranks", str(folder)]
 
 
 def result(folder: Path) -> Any:
-    """What rank 0 returned."""
+    """Return rank 0's result."""
     return pickle.loads((folder / RESULT).read_bytes())
 
 
 def first_error(folder: Path) -> str | None:
-    """What the rank says that failed first by itself, and not because another had; None if no rank failed."""
+    """Return the error message of the root cause; None if no rank failed."""
     errors = [pickle.loads(path.read_bytes()) for path in folder.glob(f"{ERROR}-*")]
     return min(errors)[-1] if errors else None
 
 
 def main(folder: Path) -> None:
-    """A rank that was started by `command`."""
+    """Run as a rank that `command` started."""
     try:
         fn, args = pickle.loads((folder / CALL).read_bytes())
         with connect() as transport:
             found = fn(transport, *args)
             if transport.rank == 0:
                 (folder / RESULT).write_bytes(pickle.dumps(found))
-    except BaseException as error:  # carried to the process that started the command
+    except BaseException as error:  # reported to the process that started the command
         traceback.print_exc()
         told = (isinstance(error, TransportError), time.time(), str(error))
         (folder / f"{ERROR}-{os.getpid()}").write_bytes(pickle.dumps(told))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from murmura.errors import ConfigError, TransportClosed, UsageError
-from murmura.observe.recorder import Probe
+from murmura.observe.probe import Probe
 from murmura.transports.checks import check_members, check_timeout
 from murmura.transports.failures import ExitNotice, Reporter
 from murmura.transports.listeners import CollectiveListeners
@@ -221,15 +221,19 @@ class Endpoint:
         return self._executor.run(lambda: self._perform(name, work))
 
     def submit(self, name: str, work: Callable[[], Any]) -> Ticket:
-        """Queue `work` for the communication thread, which runs it in the caller's CUDA stream and inference mode."""
+        """Queue an operation for the communication thread; it runs in the caller's CUDA stream and inference mode."""
         inference = torch.is_inference_mode_enabled()
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
         def perform() -> Any:
             with torch.inference_mode(inference), torch.cuda.stream(stream):
-                return self._perform(name, work)
+                return self._executor.run(lambda: self._perform(name, work))
 
         return self._executor.submit(f"{name} on rank {self.rank}", perform)
+
+    def submit_job(self, what: str, work: Callable[[], Any]) -> Ticket:
+        """Queue `work` for the communication thread; operations that it calls run there at once, as if called alone."""
+        return self._executor.submit(what, work)
 
     def _perform(self, name: str, work: Callable[[], Any]) -> Any:
         outermost = not self.operation

@@ -6,6 +6,7 @@ Whoever reaches the store can write there; entries that no rank can have written
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from murmura.errors import CollectiveMismatch, RendezvousError, TransportError
 from murmura.transports.failures import ExitNotice, Reporter
 from murmura.transports.host import Liveness
+from murmura.transports.stalls import StallNotes
 
 POLL_SECONDS = 0.01
 FEW_SECONDS, MOST_SECONDS = 0.8, 2.0
@@ -26,6 +28,11 @@ def roll_call_seconds(waited: float) -> float:
     return min(MOST_SECONDS, FEW_SECONDS + 0.08 * waited)
 
 
+def is_timeout(error: Exception) -> bool:
+    """Whether an error of torch's says that a time was up."""
+    return "imed out" in str(error) or "imeout" in str(error)
+
+
 class FailureLog:
     """Exit notices and stalled calls of the ranks of a channel; errors name ranks of the world."""
 
@@ -35,6 +42,7 @@ class FailureLog:
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._liveness = liveness
         self._reporter = reporter
+        self.notes: StallNotes = _StoreNotes(self)  # those of the world, if this is the log of a channel
 
     def announce_exit(self, notice: ExitNotice) -> None:
         """Write why this rank can no longer be waited for; must be written before its connections close."""
@@ -65,6 +73,8 @@ class FailureLog:
         Returns at once when an exit notice or a death explains it; else when all have said what they were calling, or
         after `roll_call_seconds`.
         """
+        if timed_out:
+            self.notes.tell(self._reporter.names(awaited))
         self._set(f"stalled/{self._rank}", call.encode())
         deadline = time.monotonic() + roll_call_seconds(waited)
         while True:
@@ -78,7 +88,7 @@ class FailureLog:
         # Whoever waits in vain too is not at fault; if all that were awaited do, somebody else is.
         silent = [peer for peer in awaited if peer not in calls] or [peer for peer in self._peers if peer not in calls]
         if silent and timed_out:
-            return self._reporter.timed_out(silent, operation, waited)
+            return self._reporter.timed_out(silent, operation, waited, notes=self.notes)
         if silent:
             return self._reporter.lost(silent[0], operation, f"does not answer (torch says: {told})")
         if any(each != call for each in calls.values()):
@@ -103,3 +113,21 @@ class FailureLog:
             except (dist.DistError, RuntimeError):
                 return found
         return found
+
+
+class _StoreNotes:
+    """The stall notes of a world, in the store of its failure log."""
+
+    def __init__(self, log: FailureLog) -> None:
+        self._log = log
+
+    def tell(self, awaited: Sequence[int]) -> None:
+        self._log._set(f"waits/{self._log._reporter.own}", json.dumps(list(awaited)).encode())
+
+    def awaited_by(self, rank: int) -> Sequence[int]:
+        told = self._log._read("waits", [rank]).get(rank, b"[]")
+        try:
+            awaited = json.loads(told)
+        except (ValueError, RecursionError):
+            return ()
+        return [each for each in awaited if type(each) is int] if isinstance(awaited, list) else ()

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from murmura.collectives.deadline import Deadline
 from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportClosed, TransportError
+from murmura.transports.stalls import StallNotes, at_fault, grace_seconds
 
 __all__ = ["DIED", "ExitNotice", "Reporter", "WaitDeadline", "follow", "mismatch", "words_of"]
 
@@ -184,9 +185,15 @@ class Reporter:
         error.cause = ExitNotice(culprit, story, "lost", self.own)
         return error
 
-    def timed_out(self, awaited: Sequence[int], operation: str, waited: float, state: str = "") -> PeerTimeout:
-        """`awaited` live but did not come; `state` says what is known of them, as a sentence."""
-        error = _peer_timeout(self.own, self.names(awaited), operation, waited, state)
+    def timed_out(
+        self, awaited: Sequence[int], operation: str, waited: float, state: str = "", notes: StallNotes | None = None
+    ) -> PeerTimeout:
+        """`awaited` live but did not come; `state` says what is known of them, `notes` whom they wait for."""
+        names = self.names(awaited)
+        guilty = names if notes is None else at_fault(names, notes, self.own)
+        if guilty != names:
+            state = f"This rank needs {_name(names)} in it, and those wait themselves."
+        error = _peer_timeout(self.own, guilty, operation, waited, state)
         assert error.peer is not None
         error.cause = ExitNotice(error.peer, f"raised {words_of(error)}", "timeout", self.own)
         return error
@@ -231,19 +238,40 @@ class Reporter:
 
 
 class WaitDeadline(Deadline):
-    """The deadline of one wait for peers; it warns when the wait has become long, each time after twice as long."""
+    """The deadline of one wait for peers; it warns when the wait has become long, each time after twice as long.
 
-    def __init__(self, reporter: Reporter, operation: str, timeout: float | None = None) -> None:
+    With `notes` a wait whose time is up goes on for a grace, in which whoever is awaited may tell why it does not come.
+    """
+
+    def __init__(
+        self, reporter: Reporter, operation: str, timeout: float | None = None, notes: StallNotes | None = None
+    ) -> None:
         super().__init__(timeout)
         self._reporter = reporter
         self._operation = operation
+        self._notes = notes
+        self._grace = 0.0
         self._warn_after = STALL_SECONDS
 
-    def check(self, awaited: Sequence[int], state: str = "") -> None:
-        """Raise `PeerTimeout` if the time is up; warn if the wait has become long."""
+    @property
+    def remaining(self) -> float:
+        return super().remaining + self._grace
+
+    def end(self) -> None:
+        """Nobody is awaited any more."""
+        if self._grace and self._notes is not None:
+            self._notes.tell([])
+
+    def check(self, awaited: Sequence[int], state: str = "", *, certain: bool = False) -> None:
+        """Raise `PeerTimeout` if the time is up, without a grace if `certain`; warn if the wait has become long."""
         waited = self.waited
-        if waited >= self.timeout:
-            raise self._reporter.timed_out(awaited, self._operation, waited, state)
+        if waited >= self.timeout + self._grace:
+            if self._notes is not None and not self._grace:
+                self._notes.tell(self._reporter.names(awaited))
+                if not certain:
+                    self._grace = grace_seconds(self.timeout)
+                    return
+            raise self._reporter.timed_out(awaited, self._operation, waited, state, self._notes)
         if waited >= self._warn_after:
             self._warn_after *= 2
             log.warning(

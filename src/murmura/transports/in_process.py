@@ -18,7 +18,7 @@ from murmura.collectives.chunks import chunk_bounds, plan_segments
 from murmura.collectives.direct import push
 from murmura.collectives.reduction import Reduction
 from murmura.errors import ConfigError
-from murmura.observe.recorder import Probe
+from murmura.observe.probe import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import describe
@@ -55,6 +55,9 @@ class _SharedState:
         self.exited: dict[int, ExitNotice] = {}
         self.splits: dict[Any, _SharedState] = {}  # that not all of their ranks have joined yet
         self.num_joined = 0
+        self.num_in_world: int = world_size if parent is None else parent.num_in_world
+        # Whom a rank waits for in vain, by rank of the world, on whichever channel; each writes its own entry.
+        self.stalled: dict[int, Sequence[int]] = {} if parent is None else parent.stalled
 
     def exit_notice(self, rank: int) -> ExitNotice | None:
         """Why `rank` cannot be waited for, here or, if it never joined, in the state this one was split from."""
@@ -76,6 +79,19 @@ class _SharedState:
             self.awaits[peer] = None
 
 
+class _Notes:
+    """The stall notes of a world of threads, seen from rank `own`."""
+
+    def __init__(self, stalled: dict[int, Sequence[int]], own: int) -> None:
+        self._stalled, self._own = stalled, own
+
+    def tell(self, awaited: Sequence[int]) -> None:
+        self._stalled[self._own] = awaited
+
+    def awaited_by(self, rank: int) -> Sequence[int]:
+        return self._stalled.get(rank, ())
+
+
 class InProcessTransport(Transport):
     """One rank of a world of threads; made by `create_group`."""
 
@@ -93,6 +109,8 @@ class InProcessTransport(Transport):
     ) -> None:
         super().__init__(rank, state.world_size, hosts=hosts, timeout=timeout, name=name, world_ranks=world_ranks)
         self._state = state
+        # Of two ranks, only the other can be at fault.
+        self._notes = _Notes(state.stalled, self.reporter.own) if state.num_in_world > 2 else None
         self._waiting_probe: Probe | None = None
 
     @classmethod
@@ -267,7 +285,7 @@ class InProcessTransport(Transport):
         """Wait, holding the lock, until nobody is `missing`; `stuck(peer)` says that both would wait for ever."""
         state = self._state
         reporter, operation = self.reporter, self.operation
-        deadline = WaitDeadline(reporter, operation, self.seconds(timeout))
+        deadline = WaitDeadline(reporter, operation, self.seconds(timeout), self._notes)
         if self._waiting_probe is not None:
             missing = self._waiting_probe.waiting(missing)
         while awaited := missing():
@@ -286,3 +304,4 @@ class InProcessTransport(Transport):
                     raise reporter.mismatch(operation, calls)
             deadline.check(state.at_fault(awaited) if deadline.remaining <= 0 else awaited)
             state.changed.wait(max(0.001, min(deadline.remaining, 1.0)))
+        deadline.end()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -17,22 +18,23 @@ from torch import Tensor
 
 from murmura.collectives import ring
 from murmura.collectives.deadline import Deadline
-from murmura.errors import ConfigError, PeerTimeout, TransportError, UsageError
+from murmura.errors import ConfigError, PeerTimeout, RendezvousError, TransportError, UsageError
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.challenge import prove_to_each_other
 from murmura.transports.checks import Check, check_timeout, describe_exchange, flatten
 from murmura.transports.checks import store as bring_back
-from murmura.transports.failure_log import FailureLog
+from murmura.transports.failure_log import FailureLog, is_timeout
 from murmura.transports.failures import ExitNotice, Reporter, WaitDeadline
 from murmura.transports.host import Liveness
 from murmura.transports.rendezvous import Roster, Store, build_group, sign_in, under
+from murmura.transports.serial_executor import Ticket
 from murmura.transports.signed_store import SignedStore
+from murmura.transports.stalls import StallNotes
 from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp, parse
 
 __all__ = ["Check", "ProcessGroupTransport"]
-
 
 _OPS: dict[ReduceOp, Any] = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -111,18 +113,28 @@ class ProcessGroupTransport(Transport):
         name: str = "",
         world_ranks: Sequence[int] | None = None,
         watch: Watch = nobody,
+        notes: StallNotes | None = None,
     ) -> Self:
         """Build a process group of one's own on `store`; every rank calls it with the same store.
 
         With a `SignedStore` it returns when all ranks have proved to each other that they know its secret.
         `hosts` pretends that ranks are on several hosts. `world_ranks` are the ranks in the world that this is a part
-        of, if it is one, and `watch` tells of those that cannot come any more.
+        of, if it is one, `watch` tells of those that cannot come any more, and `notes` are the world's stall notes.
         """
         check_timeout(timeout, ConfigError)
         reporter = Reporter(rank, range(world_size) if world_ranks is None else world_ranks)
-        roster = sign_in(store, rank, world_size, timeout, reporter, watch)
+        began = Deadline(timeout)
+        try:
+            roster = sign_in(store, rank, world_size, timeout, reporter, watch)
+        except RendezvousError as error:
+            if world_ranks is None or not error.missing:
+                raise
+            missing = [world_ranks.index(each) for each in error.missing]  # they had come to the world: late
+            raise reporter.timed_out(missing, "the rendezvous", began.waited) from error
         group, group_store = build_group(roster, world_size, backend, timeout, reporter, watch)
         transport = cls(group, check=check, timeout=timeout, roster=roster, name=name)
+        if notes is not None and transport._failure_log is not None:
+            transport._failure_log.notes = notes
         transport._owns_group = True
         transport._group_store = group_store
         if hosts is not None:
@@ -155,14 +167,13 @@ class ProcessGroupTransport(Transport):
         members = self.split_members(ranks)
         if members is None:
             return None
-        if self._store is None:
+        failure_log = self._failure_log
+        if self._store is None or failure_log is None:
             raise UsageError(
                 "this process group does not give its store, so no channel can be split off. "
                 "Pass it: ProcessGroupTransport(group, store=store), or make the transport with join() or connect()."
             )
         label = f"split/{name}/{'-'.join(map(str, members))}/{self.split_ordinal(name, members)}"
-        failure_log = self._failure_log
-        assert failure_log is not None  # there is a store
         try:
             split = ProcessGroupTransport.join(
                 under(self._store, label),
@@ -172,6 +183,7 @@ class ProcessGroupTransport(Transport):
                 check=self.check,
                 **self.split_options(name, members),
                 watch=lambda: failure_log.cause(f"split({name!r})", among=members),
+                notes=failure_log.notes,
             )
         except (UsageError, ConfigError):
             raise
@@ -246,16 +258,21 @@ class ProcessGroupTransport(Transport):
         # the ticket. CUDA groups only enqueue, and so need neither.
         if async_op or self._on_cuda or self._executor.in_thread():
             return super().run_in_turn(name, work, async_op)
-        ticket = self.submit(name, work)
-        deadline = WaitDeadline(self.reporter, name)
         try:
-            while not ticket.await_end(1.0):
-                deadline.check(self._peers)
-            return ticket.wait()
+            return self._watched(name, self.submit(name, work)).wait()
         except KeyboardInterrupt as interrupt:
             self.abort(interrupt)
             self._break_off()
             raise
+
+    def submit_job(self, what: str, work: Callable[[], Any]) -> Ticket:
+        return self._watched(what, super().submit_job(what, work))
+
+    def _watched(self, what: str, ticket: Ticket) -> Ticket:
+        """Let the thread that waits for `ticket` warn if that takes long: the one that waits inside torch cannot."""
+        begin, peers = partial(WaitDeadline, self.reporter, what), self._peers
+        ticket.watch = lambda: partial(begin().check, peers)
+        return ticket
 
     def _break_off(self) -> None:
         """End the waits in a group of our own; a group that was handed over may be in use elsewhere."""
@@ -360,11 +377,6 @@ class ProcessGroupTransport(Transport):
         return self._failure_log.explain(
             self._call, operation, waited, awaited=awaited, timed_out=timed_out, told=error
         )
-
-
-def is_timeout(error: Exception) -> bool:
-    """Whether an error of torch's says that a time was up."""
-    return "imed out" in str(error) or "imeout" in str(error)
 
 
 def _wait(work: Any, deadline: Deadline) -> None:

@@ -357,11 +357,11 @@ def build_group(
         return reporter.lost(dead[0], "the rendezvous") if dead else watch()
 
     watched = WatchedStore(under(store, "group"), timeout, look)
-    with contextlib.closing(liveness):
+    with contextlib.closing(liveness), contextlib.ExitStack() as failed:
+        failed.callback(watched.release)
         try:
-            group = run_watched(
-                lambda: _make_group(watched, rank, world_size, backend, timeout, roster), timeout + 1.0, look
-            )
+            make = functools.partial(_make_group, watched, rank, world_size, backend, timeout, len(set(roster.hosts)))
+            group = run_watched(make, timeout + 1.0, look)
             watched.set(f"connected/{rank}", b"")
             if rank == 0:  # one asks for all, the others ask for one
                 watched.wait([f"connected/{peer}" for peer in range(world_size)])
@@ -375,15 +375,15 @@ def build_group(
                 f"rank {reporter.own} could not connect to all others over {backend}: {error} Did one of them fail "
                 "meanwhile? `murmura doctor` looks at the network."
             ) from error
-        finally:
-            watched.watch = watch  # what is waited for later is the transport's business
+        failed.pop_all()
+        watched.watch = watch  # what is waited for later is the transport's business
     return group, watched
 
 
-def _make_group(store: Store, rank: int, world_size: int, backend: str, timeout: float, roster: Roster) -> Any:
+def _make_group(store: Store, rank: int, world_size: int, backend: str, timeout: float, num_hosts: int) -> Any:
     limit = timedelta(seconds=timeout)
     if backend == "gloo":
-        if len(set(roster.hosts)) > 1:
+        if num_hosts > 1:
             return dist.ProcessGroupGloo(store, rank, world_size, limit)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()

@@ -22,6 +22,7 @@ class Ticket:
     """An operation under way; its tensors belong to the transport until `wait` returns."""
 
     def __init__(self, operation: str) -> None:
+        self.watch: Callable[[], Callable[[], None]] | None = None  # what it returns is called once a second of `wait`
         self._operation = operation
         self._finished = threading.Event()
         self._result: Any = None
@@ -39,7 +40,11 @@ class Ticket:
         """
         if timeout != 0:  # which asks whether it has ended
             check_timeout(timeout)
-        if not self._finished.wait(timeout):
+        if timeout is None and self.watch is not None:
+            check = self.watch()
+            while not self._finished.wait(1.0):
+                check()
+        elif not self._finished.wait(timeout):
             raise PeerTimeout(
                 f"{self._operation} had not ended {timeout:g} s after wait() was called; it goes on. "
                 "Wait again, or give the operation itself a shorter timeout.",
@@ -90,16 +95,22 @@ class SerialExecutor:
         return self._owner == threading.get_ident()
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Run `work` after what is queued and return its result; inside another operation, at once."""
+        """Run an operation after what is queued and return its result; inside another one, or a job, at once."""
         if self.runs_here():
             return work()
-        if not self.idle:
-            return self.submit("operation", work).wait()
-        return self._perform(work)
+        if self.idle or self.in_thread():
+            return self._perform(work)
+        return self.submit("operation", lambda: self._perform(work)).wait()
 
     def submit(self, operation: str, work: Callable[[], Any]) -> Ticket:
-        """Queue `work` for the communication thread; after `close` it is done, or refuses, at once."""
+        """Queue a job for the communication thread: `work`, which may `run` operations.
+
+        After `close` it is done, or refuses, at once; and so it is inside another job, which would wait for itself.
+        """
         ticket = Ticket(operation)
+        if self.in_thread():
+            self._settle(ticket, work)
+            return ticket
         with self._submitting:
             if self._closed:
                 self._settle(ticket, work)
@@ -140,7 +151,7 @@ class SerialExecutor:
 
     def _settle(self, ticket: Ticket, work: Callable[[], Any], *, in_thread: bool = False) -> None:
         try:
-            result = self._perform(work)
+            result = work()
         except BaseException as error:  # carried to whoever waits for the ticket
             self._num_finished += in_thread
             ticket.fail(error)

@@ -86,6 +86,13 @@ class WatchedStore(_Base):  # type: ignore[misc]
         self._timeout = timeout
         self.watch = watch
 
+    def release(self) -> None:
+        """Let go of the store and of the ranks: a thread that torch does not let end may hold this for a while.
+
+        If it comes back to the store, it ends with an error that nobody hears.
+        """
+        self._inner, self.watch = None, nobody
+
     def set(self, key: str, value: str | bytes) -> None:
         self._inner.set(key, value)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from murmura import UsageError
-from murmura.tools.lab import standing
+from murmura.tools.lab import persistent
 
 
 @pytest.fixture
@@ -19,6 +19,6 @@ def turn_with_the_standing_lab() -> Iterator[None]:
     with open(Path(tempfile.gettempdir()) / "test-murmura-lab.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # pytest's own deadline ends the wait
         with contextlib.suppress(UsageError):
-            pytest.skip(f"{standing.find()} is up on this machine")
+            pytest.skip(f"{persistent.find()} is up on this machine")
         yield
-        standing.down()
+        persistent.down()

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from murmura import ConfigError, PeerLost, PeerTimeout, UsageError
-from murmura.tools.lab import Hosts, namespaces, standing
+from murmura.tools.lab import Hosts, namespaces, persistent
 from murmura.transports.host import host_identity
 from tools.lab.conditions import needs_namespaces
 from worlds import SECONDS
@@ -127,7 +127,7 @@ def shaped(hosts: Hosts) -> list[int]:
 
 @needs_namespaces
 def test_a_rank_that_fails_is_named_and_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("murmura.tools.lab.running.LAST_WORDS_SECONDS", 0.2)
+    monkeypatch.setattr("murmura.tools.lab.running.GRACE_SECONDS", 0.2)
     fail = "import os, signal, sys\nif os.environ['RANK'] == '1': sys.exit('no luck')\nsignal.pause()"
     with Hosts(2) as hosts, pytest.raises(PeerLost, match=r"rank 1 on host 1 exited with status 1:\nno luck"):
         hosts.run(python(fail), capture=True, timeout=30)
@@ -184,17 +184,17 @@ def test_what_a_killed_owner_left_goes_with_the_next_lab_and_a_living_owner_keep
 @needs_namespaces
 @pytest.mark.usefixtures("turn_with_the_standing_lab")
 def test_a_standing_lab_outlives_its_maker_until_it_is_taken_down() -> None:
-    maker = FORKS.Process(target=standing.up, args=(2, "100mbit"))
+    maker = FORKS.Process(target=persistent.up, args=(2, "100mbit"))
     maker.start()
     maker.join(SECONDS)
     assert maker.exitcode == 0
     with Hosts(1):  # it is not among the leftovers that this one removes
-        found = standing.find()
+        found = persistent.find()
     assert found.hosts[1].namespace.startswith(f"murmura-{maker.pid}-")
     assert found.rate == "100mbit"
     with pytest.raises(UsageError, match=r"a lab of 2 hosts, 100mbit is up already.* murmura lab down"):
-        standing.up(3)
-    assert standing.down() == found
-    assert standing.down() is None
+        persistent.up(3)
+    assert persistent.down() == found
+    assert persistent.down() is None
     with pytest.raises(UsageError, match="no lab is up"):
-        standing.find()
+        persistent.find()

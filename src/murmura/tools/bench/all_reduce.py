@@ -41,7 +41,7 @@ PROGRESS = "progress"
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceSpec:
-    """An order for the all-reduce benchmark.
+    """The specification of the all-reduce benchmark.
 
     Attributes:
         ranks: processes on this host.
@@ -144,14 +144,14 @@ def run_all_reduce(spec: AllReduceSpec, on_progress: Tell = silent) -> AllReduce
 
 
 def report_of(spec: AllReduceSpec, samples: dict[int, list[Sample]], load_before: float) -> AllReduceReport:
-    """What was measured just now on this machine, by size, amounts to."""
+    """Return the report of what was just measured on this machine, by size."""
     about = {each.contestant: each.about for of_size in samples.values() for each in of_size}
     rows = tuple(row for size, of_size in samples.items() for row in rows_of(size, of_size))
     return AllReduceReport(spec=spec, contestants=about, load_before=load_before, rows=rows)
 
 
 def measure_as_rank(transport: Transport, spec: AllReduceSpec, folder: Path) -> dict[int, list[Sample]]:
-    """Measure `spec` in a process that exists for this alone; every rank returns the same."""
+    """Measure `spec` in this dedicated process; every rank returns the same."""
     torch.set_num_threads(1)
     gc.disable()
     methods = methods_of(spec.peers, transport, folder)
@@ -166,7 +166,7 @@ def measure(
     for index, size in enumerate(sizes_bytes):
         tell(Progress(index, 0.0))
         samples[size] = take_turns(transport, prepare(transport, methods, size), seconds, tell, index)
-    transport.barrier()  # nobody leaves while a peer may still need it
+    transport.barrier()  # no rank may leave while a peer still needs it
     return samples
 
 

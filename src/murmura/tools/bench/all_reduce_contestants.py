@@ -79,9 +79,9 @@ def murmura_methods(transport: Transport) -> list[Method]:
     ]
 
 
-def gloo(transport: Transport, meeting_file: Path) -> Method:
+def gloo(transport: Transport, store_file: Path) -> Method:
     """torch.distributed's Gloo, as a process group of its own: the default group stays untouched."""
-    group = gloo_backend(transport, meeting_file)
+    group = gloo_backend(transport, store_file)
     sum_of = torch.distributed.AllreduceOptions()
 
     def bind(buffer: Tensor) -> Callable[[], object]:

@@ -37,7 +37,7 @@ PROGRESS = "progress"
 
 
 class DDPPeer(StrEnum):
-    """Whom murmura's DDP can be measured against."""
+    """The alternatives to murmura's DDP."""
 
     TORCH_DDP = "torch-ddp"
 
@@ -64,7 +64,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DDPSpec:
-    """An order for the DDP benchmark.
+    """The specification of the DDP benchmark.
 
     Attributes:
         ranks: how many processes on this host, one measurement each; one rank is measured in any case.
@@ -154,7 +154,7 @@ def _add(found: Measured, spec: DDPSpec, index: int, stage: Stage, folder: Path)
 
 
 def step_names(peers: tuple[DDPPeer, ...], world_size: int) -> list[str]:
-    """Who competes in an ordinary step, in the order of the table."""
+    """Return the contestants of an ordinary step, in the order of the table."""
     return [MURMURA, *([HELD_BACK] if world_size > 1 else []), *peers, BARE]
 
 
@@ -186,7 +186,7 @@ def slow_link_methods(transport: Transport) -> list[Method]:
 def measure_steps(
     transport: Transport, recipe: Model, peers: tuple[DDPPeer, ...], seconds: float, index: int, folder: Path
 ) -> list[Sample]:
-    """All contestants of an ordinary step, in a process that exists for this alone; every rank returns the same."""
+    """Measure all contestants of an ordinary step in this dedicated process; every rank returns the same."""
     torch.set_num_threads(1)
     methods = [step_method(name, transport, folder) for name in step_names(peers, transport.world_size)]
     return measure(transport, methods, recipe, seconds, index, teller(transport, folder.parent / PROGRESS))
@@ -232,7 +232,7 @@ def measure(
         for each in contestants:
             if each.method.averages:
                 check_in_step(transport, each.module, each.name)
-        transport.barrier()  # nobody leaves while a peer may still need it
+        transport.barrier()  # no rank may leave while a peer still needs it
     return samples
 
 
@@ -246,7 +246,7 @@ def steps_per_batch(step_seconds: float) -> int:
 
 
 def backward_seconds(samples: Sequence[Sample]) -> float:
-    """What backward takes without communication."""
+    """Return the time of backward without communication."""
     alone = next(sample for sample in samples if sample.contestant == BARE)
     return statistics.median(alone.by_round(1 + PHASES.index("backward")))
 

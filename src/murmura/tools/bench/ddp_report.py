@@ -83,7 +83,7 @@ class DDPReport(Report[DDPSpec]):
 
 
 def report_of(spec: DDPSpec, found: Measured) -> DDPReport:
-    """What was measured just now on this machine amounts to."""
+    """Return the report of what was just measured on this machine."""
     slow = {stage: samples for stage, (_, samples) in found.slow_link.items()}
     samples = [each for of_stage in (*found.steps.values(), *slow.values()) for each in of_stage]
     return DDPReport(

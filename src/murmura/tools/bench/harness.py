@@ -1,4 +1,4 @@
-"""The one way to measure: contestants take turns in the same processes, round after round.
+"""The benchmark harness: contestants take turns in the same processes, round after round.
 
 A *round* gives each contestant one *batch* of operations that are timed together, and who begins rotates. So whatever
 the machine does meanwhile, it does to all of them. The report of every benchmark has the fields of `Report.to_json`.
@@ -22,11 +22,11 @@ from murmura import Transport
 from murmura.tools.experiments.machine import Machine
 from murmura.tools.progress import Progress, Tell, silent
 
-MIN_ROUNDS = 5  # fewer, and a median means nothing
+MIN_ROUNDS = 5  # with fewer a median is meaningless
 
 
 class Contestant(ABC):
-    """Somebody who is measured; every rank holds one.
+    """What is measured; every rank holds one.
 
     Attributes:
         name, about: as the report has them; `about` says what it is, with versions.
@@ -66,7 +66,7 @@ class Sample:
         return statistics.median(self.by_round())
 
     def quartiles(self, scale: float) -> tuple[float, float]:
-        """The first and the third of the seconds, times `scale`."""
+        """Return the first and third quartile of the seconds, times `scale`."""
         first, _, third = statistics.quantiles(self.by_round(), n=4, method="inclusive")
         return first * scale, third * scale
 
@@ -86,7 +86,7 @@ def take_turns(
         tell(Progress(stage, min(elapsed / seconds, len(rounds) / min_rounds, 0.99)))
         figures: list[Sequence[float]] = [()] * len(contestants)
         for turn in range(len(contestants)):
-            place = (len(rounds) + turn) % len(contestants)  # nobody always follows the same one
+            place = (len(rounds) + turn) % len(contestants)  # so that no contestant always follows the same one
             figures[place] = contestants[place].run_batch(len(rounds))
         rounds.append(figures)
     by_rank = transport.all_gather(torch.tensor(rounds, dtype=torch.float64))
@@ -99,22 +99,22 @@ def take_turns(
 
 
 def slowest(transport: Transport, seconds: float) -> float:
-    """The largest `seconds` of any rank, on every rank: what follows from them must be the same everywhere."""
+    """Return the largest `seconds` of all ranks, so that all ranks decide alike."""
     told = torch.tensor([seconds], dtype=torch.float64)
     transport.all_reduce(told, "max")
     return told.item()
 
 
 def ratios(samples: Sequence[Sample], to: Sample) -> dict[str, float]:
-    """By other contestant, its median over that of `to`: above 1, `to` is faster."""
+    """Return, by other contestant, the ratio of its median to that of `to`: above 1, `to` is faster."""
     return {each.contestant: each.seconds / to.seconds for each in samples if each is not to}
 
 
 class Order(Protocol):
-    """What was ordered."""
+    """The specification of a benchmark."""
 
     def command(self) -> str:
-        """The command that repeats it."""
+        """Return the command that repeats it."""
         ...
 
 
@@ -136,7 +136,7 @@ class Report(ABC, Generic[Spec]):
 
     @abstractmethod
     def fields(self) -> dict[str, Any]:
-        """What this benchmark adds to its JSON file."""
+        """Return the fields that this benchmark adds to its JSON file."""
 
     def to_json(self) -> str:
         """The text of a JSON file.

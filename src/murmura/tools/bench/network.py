@@ -72,7 +72,7 @@ HEADER_BYTES = 14 + 20 + 32  # of a packet: Ethernet, IPv4, TCP with time stamps
 
 
 class NetworkPeer(StrEnum):
-    """Whom the algorithms can be measured against."""
+    """The alternatives to measure."""
 
     TORCH_DDP = "torch-ddp"  # as it comes, and with its own hooks for fp16 and PowerSGD
 
@@ -83,7 +83,7 @@ MODEL = MLP(batch=4, layers=10, width=1000, momentum=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkSpec:
-    """An order for the benchmark on slow links.
+    """The specification of the benchmark on slow links.
 
     Attributes:
         hosts: how many are simulated; each holds one rank.
@@ -120,7 +120,7 @@ class NetworkSpec:
         return command_line("murmura bench network", options)
 
     def contestants(self) -> list[str]:
-        """Who competes, in the order of the table."""
+        """Return the contestants, in the order of the table."""
         return [*(TORCHS if NetworkPeer.TORCH_DDP in self.peers else ()), *self.algorithms, BARE]
 
 
@@ -227,7 +227,7 @@ def rows_at(rate: str, samples: Sequence[Sample], shapes: Sequence[Sequence[int]
     return [row(sample) for sample in samples]
 
 
-# What the rank on every host does
+# On the rank of every host
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class Link:
 
 
 def measure_as_rank(transport: Transport, spec: NetworkSpec, folder: Path) -> list[list[Sample]]:
-    """Measure in a process that exists for this alone; every rank returns the same, by rate."""
+    """Measure in this dedicated process; every rank returns the same, by rate."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo",
@@ -294,12 +294,12 @@ def measure(
         for each in contestants:
             if stays_together(each.name):
                 check_in_step(transport, each.module, each.name)
-        transport.barrier()  # nobody leaves while a peer may still need it
+        transport.barrier()  # no rank may leave while a peer still needs it
     return found
 
 
 def ask_for_rate(folder: Path, index: int) -> None:
-    """Tell that a new rate begins, and wait until the links have it."""
+    """Announce a new rate, and wait until the links have it."""
     ProgressFile(folder / "progress")(Progress(index, 0.0))
     shaped = folder / f"shaped-{index}"
     deadline = time.monotonic() + SHAPING_SECONDS

@@ -1,4 +1,4 @@
-"""Who competes on a slow link: every algorithm, torch's DDP with and without its hooks, and no communication at all.
+"""The contestants on a slow link: every algorithm, torch's DDP with and without its hooks, and no communication at all.
 
 Each contestant also knows, by a formula, how many bytes a rank must send for a step.
 """
@@ -43,7 +43,7 @@ def algorithm_of(name: str) -> Algorithm | None:
 
 
 def period(name: str) -> int:
-    """After how many steps a contestant has done all it does: steps are timed in multiples of it."""
+    """Return the period of a contestant in steps: they are timed in multiples of it."""
     algorithm = algorithm_of(name)
     if isinstance(algorithm, AsyncModelAverageAlgorithm):
         return algorithm.sync_interval_rounds or 1
@@ -51,7 +51,7 @@ def period(name: str) -> int:
 
 
 def warm_up_steps(name: str) -> int:
-    """How many steps it takes before all are alike: buckets are planned, warm-ups over."""
+    """Return the number of warm-up steps, after which all steps do the same work."""
     return max(period(name), POWER_SGD_START + 1, QADAM_WARM_UP + 1)
 
 

@@ -179,9 +179,9 @@ def _about(transport: Transport, algorithm: Algorithm | None, options: dict[str,
     return f"{algorithm_words}DDP of murmura {__version__}, {type(transport).__name__}{given}"
 
 
-def torch_ddp(name: str, transport: Transport, meeting_file: Path) -> Method:
+def torch_ddp(name: str, transport: Transport, store_file: Path) -> Method:
     """torch's DDP on a Gloo group of its own, over loopback."""
-    group = gloo_group(transport, meeting_file)
+    group = gloo_group(transport, store_file)
 
     def wrap(module: nn.Module) -> Wrapped:
         return Wrapped(nn.parallel.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True))

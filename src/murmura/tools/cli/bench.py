@@ -1,4 +1,4 @@
-"""`murmura bench ...`: measure murmura beside its peers on this machine."""
+"""`murmura bench ...`: measure murmura and its alternatives on this machine."""
 
 from __future__ import annotations
 
@@ -30,16 +30,14 @@ MAX_RANKS = 64
 DEFAULTS = NetworkSpec()
 
 app = typer.Typer(
-    help="Measure murmura beside its peers on this machine.", no_args_is_help=True, rich_markup_mode="markdown"
+    help="Measure murmura and its alternatives on this machine.", no_args_is_help=True, rich_markup_mode="markdown"
 )
 Json = Annotated[Path | None, typer.Option(help=JSON_HELP, metavar="FILE")]
-RankCounts = Annotated[
-    str, typer.Option("-n", "--ranks", help="How many processes train together: a list.", metavar="LIST")
-]
+RankCounts = Annotated[str, typer.Option("-n", "--ranks", help="Numbers of ranks: a list.", metavar="LIST")]
 Algorithms = Annotated[
     str,
     typer.Option(
-        help=f"A list of {', '.join(algorithm_names())}; or all. `murmura algorithms` says what each name stands for.",
+        help=f"A list of {', '.join(algorithm_names())}; or all. `murmura algorithms` describes each.",
         metavar="LIST",
         autocompletion=among(["all", *algorithm_names()]),
     ),
@@ -48,7 +46,7 @@ Algorithms = Annotated[
 
 @app.callback()
 def bench() -> None:
-    """Measure murmura beside its peers on this machine."""
+    """Measure murmura and its alternatives on this machine."""
 
 
 def parse_num_ranks(entry: str) -> int:
@@ -70,19 +68,18 @@ def parse_bandwidth(entry: str) -> str:
 
 @app.command("all-reduce")
 def all_reduce(
-    ranks: Annotated[int, typer.Option("-n", "--ranks", help="Processes that exchange; all on this machine.")] = 2,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", help="Number of ranks, all on this machine.")] = 2,
     sizes: Annotated[
-        str, typer.Option(help="Lengths of the message: a list in bytes, KiB, MiB or GiB.", metavar="LIST")
+        str, typer.Option(help="Message sizes: a list in bytes, KiB, MiB or GiB.", metavar="LIST")
     ] = "4KiB,64KiB,1MiB,25MiB,100MiB",
     against: Annotated[
         list[str],
         typer.Option(
-            help="Who is measured beside murmura: gloo, mpich, or both (gloo,mpich). mpich needs "
-            "pip install 'murmura[mpi]'.",
+            help="Alternatives to measure: gloo, mpich, or both (gloo,mpich). mpich needs pip install 'murmura[mpi]'.",
             metavar="PEERS",
         ),
     ] = ["gloo"],  # noqa: B006  # typer copies it
-    seconds: Annotated[float, typer.Option(help="How long to measure each size, all contestants together.")] = 3.0,
+    seconds: Annotated[float, typer.Option(help="Seconds to measure each size, all contestants together.")] = 3.0,
     json: Json = None,
 ) -> None:
     """Time the sum of float32 tensors over all ranks: murmura, and peers in the same processes.
@@ -106,14 +103,14 @@ def all_reduce(
 @app.command()
 def ddp(
     ranks: RankCounts = "2,4",
-    models: Annotated[str, typer.Option(help="What they train: a list.", metavar="LIST")] = ",".join(MODELS),
+    models: Annotated[str, typer.Option(help="Models to train: a list.", metavar="LIST")] = ",".join(MODELS),
     against: Annotated[
         str,
-        typer.Option(help="Who is measured beside murmura: torch-ddp, which is torch's DDP on Gloo.", metavar="PEERS"),
+        typer.Option(help="Alternatives to measure: torch-ddp, which is torch's DDP on Gloo.", metavar="PEERS"),
     ] = "torch-ddp",
     seconds: Annotated[
         float,
-        typer.Option(help="How long to measure each model with each number of ranks, all contestants together."),
+        typer.Option(help="Seconds to measure each model with each number of ranks, all contestants together."),
     ] = 10.0,
     json: Json = None,
 ) -> None:
@@ -142,11 +139,11 @@ def ddp(
 
 @app.command()
 def compressors(
-    size: Annotated[str, typer.Option(help="Length of the tensors in memory.", metavar="SIZE")] = "25MiB",
+    size: Annotated[str, typer.Option(help="Size of the tensors in host memory.", metavar="SIZE")] = "25MiB",
     cuda_size: Annotated[
-        str, typer.Option(help="Length of those on a CUDA device, where there is one.", metavar="SIZE")
+        str, typer.Option(help="Size of the tensors on a CUDA device, if there is one.", metavar="SIZE")
     ] = "400MiB",
-    seconds: Annotated[float, typer.Option(help="How long to measure each device, all operations together.")] = 3.0,
+    seconds: Annotated[float, typer.Option(help="Seconds to measure each device, all operations together.")] = 3.0,
     json: Json = None,
 ) -> None:
     """Time encoding, decoding, and decoding and adding, beside a copy of the same float32 tensor.
@@ -167,21 +164,21 @@ def compressors(
 
 @app.command()
 def network(
-    hosts: Annotated[int, typer.Option(help="How many are simulated; each holds one rank.", metavar="N")] = 4,
+    hosts: Annotated[int, typer.Option(help="Number of simulated hosts, with one rank each.", metavar="N")] = 4,
     bandwidth: Annotated[
-        str, typer.Option(help="Of each host's link, in both directions: a list.", metavar="LIST")
+        str, typer.Option(help="Bandwidths of each host's link, in both directions: a list.", metavar="LIST")
     ] = ",".join(DEFAULTS.rates),
     algorithms: Algorithms = "all",
     against: Annotated[
         str,
         typer.Option(
-            help="Who is measured beside them: torch-ddp, which is torch's DDP on Gloo, as it comes and with its hooks "
+            help="Alternatives to measure: torch-ddp, which is torch's DDP on Gloo, by default and with its hooks "
             "for fp16 and PowerSGD.",
             metavar="PEERS",
         ),
     ] = "torch-ddp",
     seconds: Annotated[
-        float, typer.Option(help="How long to measure each rate, all contestants together; 3 rounds in any case.")
+        float, typer.Option(help="Seconds to measure each rate, all contestants together; at least 3 rounds.")
     ] = DEFAULTS.seconds,
     json: Json = None,
 ) -> None:
@@ -216,8 +213,8 @@ def converge(
     ] = "markov,mlp",
     algorithms: Algorithms = "all",
     ranks: RankCounts = "4,8",
-    steps: Annotated[int, typer.Option(help="Steps that each takes.", metavar="N", min=1)] = 1000,
-    json: Annotated[Path | None, typer.Option(help="Write the curves to this file too.", metavar="FILE")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each algorithm.", metavar="N", min=1)] = 1000,
+    json: Annotated[Path | None, typer.Option(help="Also write the curves to this file.", metavar="FILE")] = None,
     figures: Annotated[
         Path | None, typer.Option(help="A folder for a chart of each task and number of ranks.", metavar="FOLDER")
     ] = None,

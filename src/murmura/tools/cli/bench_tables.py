@@ -1,4 +1,4 @@
-"""The reports of benchmarks as tables for people."""
+"""Format the reports of benchmarks as tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _title(name: str) -> str:
 
 
 def _grouped(rows: Sequence[Row]) -> list[dict[str, Row]]:
-    """The rows of each model and number of ranks, by contestant."""
+    """Group the rows by model and number of ranks, then by contestant."""
     groups: dict[tuple[str, int], dict[str, Row]] = {}
     for row in rows:
         groups.setdefault((row.model, row.ranks), {})[row.contestant] = row
@@ -38,7 +38,7 @@ def _time(row: StepRow | None) -> str:
 
 
 def all_reduce_table(report: AllReduceReport) -> Table:
-    """A row a size: everybody's microseconds, murmura's GB/s, and how many times as long each peer took."""
+    """One row per size: microseconds of all, murmura's GB/s, and the ratio of each peer's time to murmura's."""
     contestants = list(report.contestants)
     peers = [name for name in contestants if name in TITLES]
     murmuras = [name for name in contestants if name not in TITLES]
@@ -63,7 +63,7 @@ def all_reduce_table(report: AllReduceReport) -> Table:
 
 
 def compressors_table(report: CompressorsReport) -> Table:
-    """A row an operation."""
+    """One row per operation."""
     devices = "; ".join(f"{name}: {about}" for name, about in report.devices.items())
     columns = ["device", "size", "compressor", "operation", "µs", "x copy", "bandwidth"]
     table = plain_table(f"compressors, float32 ({report.machine.cpu})", f"medians; {devices}", columns, num_left=4)
@@ -81,14 +81,14 @@ def compressors_table(report: CompressorsReport) -> Table:
 
 
 def ddp_tables(report: DDPReport) -> list[Table]:
-    """The step, the slow link and the memory, as far as they were measured."""
+    """Return the tables of the step, the slow link and the memory that were measured."""
     tables = [steps_table(report)]
     tables += [slow_link_table(report.slow_link)] if report.slow_link else []
     return [*tables, memory_table(report.memory)] if report.memory else tables
 
 
 def steps_table(report: DDPReport) -> Table:
-    """A row a model and number of ranks: everybody's milliseconds, and how they compare."""
+    """One row per model and number of ranks: milliseconds of all, and their ratios."""
     peers = report.spec.peers
     names = [MURMURA, HELD_BACK, *peers, BARE]
     machine = report.machine
@@ -112,7 +112,7 @@ def steps_table(report: DDPReport) -> Table:
 
 
 def slow_link_table(rows: Sequence[StepRow]) -> Table:
-    """A row a model and number of ranks: what overlap gains."""
+    """One row per model and number of ranks: the gain of overlapping."""
     names = [OVERLAPPED, DEFAULT_BUCKETS, NOT_OVERLAPPED]
     table = plain_table(
         "slow link: communication takes about as long as backward, milliseconds",
@@ -128,7 +128,7 @@ def slow_link_table(rows: Sequence[StepRow]) -> Table:
 
 
 def memory_table(rows: Sequence[MemoryRow]) -> Table:
-    """A row a model and number of ranks: what each rank uses, and what wrapping adds."""
+    """One row per model and number of ranks: memory of a rank, and what wrapping adds."""
     groups = _grouped(rows)
     names = [name for name in groups[0] if name != BARE]
     columns = ["model", "ranks", "bare", *(f"{TITLES.get(name, name)}\nextra" for name in names)]
@@ -141,7 +141,7 @@ def memory_table(rows: Sequence[MemoryRow]) -> Table:
 
 
 def network_table(report: NetworkReport, rate: str) -> Table:
-    """A row a contestant: its step, how it compares, and what it sends."""
+    """One row per contestant: its step time, the ratio to torch's DDP, and the bytes it sends."""
     rows = [row for row in report.rows if row.rate == rate]
     table = plain_table(
         f"{report.spec.hosts} hosts, links of {rate}: {report.spec.model.about}",
@@ -162,7 +162,7 @@ def network_table(report: NetworkReport, rate: str) -> Table:
 
 
 def verdict(rows: list[NetworkRow]) -> str:
-    """Which contestants are slower than the plain all-reduce of gradients at this rate."""
+    """Name the contestants that are slower than plain all-reduce at this rate."""
     plain = next((row for row in rows if row.algorithm == "gradient_allreduce"), None)
     if plain is None:
         return "gradient_allreduce was not measured"

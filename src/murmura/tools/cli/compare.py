@@ -1,4 +1,4 @@
-"""`murmura compare`: every way of synchronising on the same task, and which one to use on which link."""
+"""`murmura compare`: train one task with every algorithm, and recommend one for each link."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ COLUMNS = ("contestant", "steps to\ntarget", "seconds to\ntarget", "step\nms", "
 def command(
     task: Annotated[
         str,
-        typer.Option(help=f"What is trained: {', '.join(TASKS)}.", metavar="TASK", autocompletion=among(TASKS)),
+        typer.Option(help=f"Task to train: {', '.join(TASKS)}.", metavar="TASK", autocompletion=among(TASKS)),
     ] = "charlm",
     algorithms: Annotated[
         str,
         typer.Option(
-            help=f"A list of {', '.join(algorithm_names())}; or all. `murmura algorithms` says what each stands for.",
+            help=f"A list of {', '.join(algorithm_names())}; or all. `murmura algorithms` describes each.",
             metavar="LIST",
             autocompletion=among(["all", *algorithm_names()]),
         ),
     ] = "all",
-    ranks: Annotated[int, typer.Option("-n", "--ranks", help="How many train together.", metavar="N")] = 4,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", help="Number of ranks.", metavar="N")] = 4,
     bandwidth: Annotated[
         str,
         typer.Option(
@@ -57,14 +57,14 @@ def command(
         ),
     ] = "100mbit,local",
     steps: Annotated[
-        int, typer.Option(help=f"Steps that each takes; rounded up to a multiple of {BLOCK_STEPS}.", metavar="N")
+        int, typer.Option(help=f"Steps of each algorithm; rounded up to a multiple of {BLOCK_STEPS}.", metavar="N")
     ] = 160,
     target: Annotated[
         float | None,
         typer.Option(
-            help="The held-out loss to race for.",
+            help="Held-out loss to reach.",
             metavar="LOSS",
-            show_default="the lowest that every algorithm reaches which ends within 10 % of all-reduce",
+            show_default="the lowest reached by every algorithm that finishes within 10 % of all-reduce",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of data and initial weights.", metavar="N")] = 0,
@@ -101,7 +101,7 @@ def command(
             with showing_progress(spec.links) as on_progress:
                 comparison, runs = run_comparison(spec, folder, on_progress)
         except KeyboardInterrupt:
-            typer.echo(f"interrupted; links that were finished stand in {folder}.", err=True)
+            typer.echo(f"interrupted; finished links are in {folder}.", err=True)
             raise typer.Exit(INTERRUPTED) from None
         file = folder / "report.html"
         page = [html_table(comparison, link) for link in spec.links]
@@ -115,11 +115,11 @@ def command(
             typer.echo(f"report  {file}")
 
 
-# The table, twice
+# The table, for the terminal and for the report
 
 
 def link_table(comparison: Comparison, link: str) -> Table:
-    """A row for each contestant on `link`, the quickest first."""
+    """Return a row for each contestant on `link`, the fastest first."""
     table = plain_table(heading(comparison, link), caption(comparison, link), COLUMNS)
     for row in ordered(comparison.of_link(link)):
         table.add_row(*cells(row))
@@ -141,7 +141,7 @@ def heading(comparison: Comparison, link: str) -> str:
 
 
 def caption(comparison: Comparison, link: str) -> str:
-    """How the link was made, and whether step times are as the byte formulas say."""
+    """Say how the link was made, and whether the step times match the byte formulas."""
     said = f"Link: {comparison.notes[link]}. Apart: how far replicas are from their mean."
     wrong = contradictions(comparison.of_link(link))
     if link == "local":
@@ -153,7 +153,7 @@ def caption(comparison: Comparison, link: str) -> str:
 
 
 def ordered(rows: Sequence[Row]) -> list[Row]:
-    """By time to the target; then those that did not reach it, by their loss."""
+    """Sort by time to the target; then those that did not reach it, by their loss."""
     far = float("inf")
     return sorted(
         rows, key=lambda row: (far if row.seconds_to_target is None else row.seconds_to_target, row.final_loss)

@@ -1,4 +1,4 @@
-"""What a shell offers for the value of an option."""
+"""Shell completion for the values of options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 
 def among(names: Iterable[str]) -> Callable[[str], list[str]]:
-    """Offer those of `names` that begin as the word so far; in a list, as its last entry does."""
+    """Return a completer that offers the `names` with the prefix typed so far; in a list, that of its last entry."""
     known = list(names)
 
     def complete(incomplete: str) -> list[str]:

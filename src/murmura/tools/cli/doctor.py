@@ -1,4 +1,4 @@
-"""`murmura doctor`: what this machine can do, what is wrong with it, and what to do about that."""
+"""`murmura doctor`: check this machine, and say what to do about each finding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.text import Text
 
 from murmura.tools.cli.failures import FAILED, exit_on_error
 from murmura.tools.cli.output import JSON_HELP, STANDARD_OUTPUT, check_writable, write
-from murmura.tools.doctor import Diagnosis, Finding, Hints, Section, Status, examine
+from murmura.tools.doctor import Diagnosis, Finding, Hints, Section, Status, run_checks
 
 LOOKS = {
     Status.OK: ("✓", "green"),
@@ -30,11 +30,11 @@ NARROWEST = max(len(status) for status in Status)
 
 def doctor(
     json: Annotated[Path | None, typer.Option(help=JSON_HELP, metavar="FILE")] = None,
-    no_live: Annotated[bool, typer.Option("--no-live", help="Look, but run no all-reduce.")] = False,
+    no_live: Annotated[bool, typer.Option("--no-live", help="Do not run any all-reduce.")] = False,
     interface: Annotated[
         str | None,
         typer.Option(
-            help="The interface that Gloo is told to use between hosts.",
+            help="Interface that Gloo uses between hosts.",
             metavar="NAME",
             envvar="GLOO_SOCKET_IFNAME",
         ),
@@ -53,7 +53,7 @@ def doctor(
         check_writable(json)
     hints = Hints(omp_num_threads=omp_num_threads, gloo_socket_ifname=interface)
     with showing_steps() as on_step:
-        diagnosis = examine(hints, with_live=not no_live, on_step=on_step)
+        diagnosis = run_checks(hints, with_live=not no_live, on_step=on_step)
     if json == STANDARD_OUTPUT:
         typer.echo(diagnosis.to_json(), nl=False)
     else:
@@ -89,7 +89,7 @@ def showing_steps() -> Iterator[Callable[[str], None]]:
 
 
 def table_of(diagnosis: Diagnosis, *, ascii_only: bool = False) -> Table:
-    """For a terminal: a mark, what was found, and under it what to do."""
+    """Format a finding for a terminal: a mark, what was found, and below it what to do."""
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -108,7 +108,7 @@ def table_of(diagnosis: Diagnosis, *, ascii_only: bool = False) -> Table:
 
 
 def text_of(diagnosis: Diagnosis) -> str:
-    """For a file or a pipe: a line for what was found, and one for what to do; no line is broken."""
+    """Format a finding for a file or a pipe: one line for what was found, one for what to do; lines are not wrapped."""
     lines = []
     for section in Section:
         findings = [finding for finding in diagnosis.findings if finding.section is section]
@@ -128,7 +128,7 @@ def _lines_of(finding: Finding) -> list[str]:
 
 
 def summary_of(diagnosis: Diagnosis) -> str:
-    """One line: "Nothing is broken; 1 warning, 2 notes."."""
+    """Return one line: "Nothing is broken; 1 warning, 2 notes."."""
     counts = Counter(finding.status for finding in diagnosis.findings)
     broken = counts[Status.BROKEN]
     verdict = "Nothing is broken" if not broken else f"{broken} thing{' is' if broken == 1 else 's are'} broken"

@@ -15,7 +15,7 @@ FAILED = 1
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Turn murmura's errors into a message and a status: 2 for what the user asked, 1 for what went wrong."""
+    """Turn murmura's errors into a message and an exit status: 2 for a wrong request, 1 for a failure."""
     try:
         yield
     except MurmuraError as error:

@@ -1,4 +1,4 @@
-"""A run as it goes, on standard error: a view that is redrawn on a terminal, plain lines elsewhere.
+"""Show a running training on standard error: a view that is redrawn on a terminal, plain lines elsewhere.
 
 Ranks know nothing of it. They write their records to files, and this process reads what is new a few times a second.
 """
@@ -30,12 +30,12 @@ from murmura.tools.experiments.settings import TrainSettings
 
 PER_SECOND = 4
 WINDOW = 20  # steps over which a rank's times are averaged
-LINE_SECONDS = 10.0  # no longer without a plain line
+LINE_SECONDS = 10.0  # at most this long without a plain line
 PARTS = (("compute", "█", "#", "blue"), ("hidden", "▓", "=", "green"), ("waited", "░", ".", "red"))
 
 
 class Watch:
-    """What the files in `folder` have told so far; `poll` reads what is new. For one thread."""
+    """Follows the record files in `folder`; `poll` reads what is new. Not thread-safe."""
 
     def __init__(
         self, folder: Path, settings: TrainSettings, start: int, clock: Callable[[], float] = time.monotonic
@@ -43,13 +43,13 @@ class Watch:
         self.settings = settings
         self.recent: dict[int, deque[Record]] = {}
         self.steps_done = start
-        self.held_out: tuple[int, float] | None = None  # the step it was measured at, and the loss
+        self.held_out: tuple[int, float] | None = None  # the step of the measurement, and the loss
         self.consensus: float | None = None
         self._start = start
         self._folder = folder
         self._clock = clock
-        self._first: tuple[int, float] | None = None  # a step, and when it was known to be done
-        self._files: dict[int, tuple[IO[str], str]] = {}  # by rank, with the line that is not complete yet
+        self._first: tuple[int, float] | None = None  # a step, and when it was seen to be done
+        self._files: dict[int, tuple[IO[str], str]] = {}  # by rank, with the incomplete last line
 
     def poll(self) -> None:
         for rank in range(self.settings.ranks):
@@ -79,7 +79,7 @@ class Watch:
 
     @property
     def loss(self) -> float | None:
-        """The mean over all ranks and the last steps."""
+        """Return the mean loss over all ranks and the last steps."""
         losses = [each.logged["loss"] for recent in self.recent.values() for each in recent if "loss" in each.logged]
         return statistics.fmean(losses) if losses else None
 
@@ -87,7 +87,7 @@ class Watch:
         return {rank: Breakdown.of(recent, self.settings.ranks) for rank, recent in sorted(self.recent.items())}
 
     def time_left(self) -> str:
-        """ "0:01:12", or nothing as long as it is not known."""
+        """Return the time left, "0:01:12"; empty as long as it is not known."""
         if self._first is None or not self._first[0] < self.steps_done < self.settings.steps:
             return ""
         first, at = self._first
@@ -99,7 +99,7 @@ class Watch:
 
 
 def view(watch: Watch) -> RenderableType:
-    """The run in a few lines: how far, how well, and a row for each rank."""
+    """Render the run: progress, loss, and a row for each rank."""
     settings = watch.settings
     ahead = Table.grid(padding=(0, 1), expand=True)
     for ratio in (None, 1, None):
@@ -166,7 +166,7 @@ class Bar:
 
 
 class Legend:
-    """What the marks of a `Bar` mean, as far as there is room."""
+    """The legend of a `Bar`, if there is room."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         room = options.max_width
@@ -184,7 +184,7 @@ class Legend:
 
 
 class Lines:
-    """Plain lines: one for each evaluation, and for each `LINE_SECONDS` without."""
+    """Prints a plain line for each evaluation, and at least every `LINE_SECONDS`."""
 
     def __init__(self, watch: Watch, say: Callable[[str], None]) -> None:
         self._watch = watch
@@ -193,7 +193,7 @@ class Lines:
         self._at = time.monotonic()
 
     def tell(self, *, at_once: bool = False) -> None:
-        """Say a line if there is something to say and it is time to."""
+        """Print a line if there is something new and it is due."""
         watch, now = self._watch, time.monotonic()
         news = (watch.steps_done, watch.held_out)
         is_time = at_once or news[1] != self._told[1] or now - self._at > LINE_SECONDS
@@ -203,7 +203,7 @@ class Lines:
 
 
 def line(watch: Watch) -> str:
-    """How the run stands."""
+    """Return one line on the progress of the run."""
     ranks = watch.by_rank()
     slow = straggler(ranks)
     words = [f"step {watch.steps_done}/{watch.settings.steps}"]
@@ -225,7 +225,7 @@ NAMES = ("step", "compute", "hidden", "waited")
 
 @contextlib.contextmanager
 def showing(settings: TrainSettings, folder: Path, start: int) -> Iterator[Watch]:
-    """Show the run whose ranks write to `folder`, as long as the block lasts."""
+    """Show the run whose ranks write to `folder` while the block runs."""
     console = Console(stderr=True)
     watch = Watch(folder, settings, start)
 
@@ -234,7 +234,7 @@ def showing(settings: TrainSettings, folder: Path, start: int) -> Iterator[Watch
         return view(watch)
 
     with contextlib.closing(watch):
-        if console.is_interactive:  # a terminal on which lines can be drawn again
+        if console.is_interactive:  # a terminal that can be redrawn
             with Live(get_renderable=current, console=console, refresh_per_second=PER_SECOND):
                 yield watch
         else:

@@ -1,4 +1,4 @@
-"""The `murmura` command: the app that the groups of commands hang on."""
+"""The `murmura` command, with all its sub-commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ app.command(context_settings={"allow_interspersed_args": False})(run.run)  # wha
 
 @app.command()
 def algorithms() -> None:
-    """List the names of algorithms, and what each stands for wherever it is given.
+    """List the names of algorithms, and the configuration that each means everywhere.
 
     For example: `murmura algorithms`
     """

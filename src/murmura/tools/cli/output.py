@@ -1,4 +1,4 @@
-"""What commands print and write: tables, files, and how far a measurement has come."""
+"""Output of the commands: tables, files, and the progress of a measurement."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from rich.text import Text
 from murmura import ConfigError, MurmuraError
 from murmura.tools.progress import Progress, Tell
 
-MIN_COLUMNS = 80  # in a narrower terminal lines are broken, but no digit is lost
-PLAIN_COLUMNS = 120  # where nobody says how wide the output may be
+MIN_COLUMNS = 80  # in a narrower terminal lines wrap, so that no digit is lost
+PLAIN_COLUMNS = 120  # if the output is not a terminal
 STANDARD_OUTPUT = Path("-")
 JSON_HELP = "Write the result as JSON to this file; - is standard output, and then nothing else is printed there."
-INTERRUPTED = 130  # as a shell has it for a command that Ctrl-C ended
+INTERRUPTED = 130  # the shell's status for a command that Ctrl-C ended
 
 
 def digits(value: float) -> str:
-    """About three digits: 0.12, 4.56, 78.9, 1234."""
+    """Format with about three digits: 0.12, 4.56, 78.9, 1234."""
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def spread(median: float, quartiles: tuple[float, float]) -> str:
-    """A median with its quartiles."""
+    """Format a median with its quartiles."""
     return f"{digits(median)} ({digits(quartiles[0])}-{digits(quartiles[1])})"
 
 
 def ratio(value: float | None) -> Text:
-    """Green where murmura is faster."""
+    """Format a ratio, green if murmura is faster."""
     return Text("-") if value is None else Text(digits(value), style="green" if value > 1 else "red")
 
 
 def plain_table(title: str, caption: str, columns: Sequence[str], num_left: int = 1) -> Table:
-    """A table whose first columns are words."""
+    """Return an empty table whose first `num_left` columns are text."""
     table = Table(
         title=title, caption=caption, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False
     )
@@ -50,7 +50,7 @@ def plain_table(title: str, caption: str, columns: Sequence[str], num_left: int 
 
 
 def print_result(tables: Iterable[Table], contestants: dict[str, str], json: Path | None, text: str) -> None:
-    """Print tables and what each contestant was; `text` is the JSON form, which goes to `json`."""
+    """Print the tables and a description of each contestant; `text`, the JSON form, is written to `json`."""
     if json == STANDARD_OUTPUT:
         typer.echo(text, nl=False)
         return
@@ -87,7 +87,7 @@ def write(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def showing_progress(stages: Sequence[str]) -> Iterator[Tell]:
-    """Show on standard error what the function yielded is told: a bar on a terminal, a line a stage elsewhere."""
+    """Yield a function that shows progress on standard error: a bar on a terminal, one line per stage elsewhere."""
     console = Console(stderr=True)
 
     def tell_line(progress: Progress) -> None:
@@ -103,7 +103,7 @@ def showing_progress(stages: Sequence[str]) -> Iterator[Tell]:
         rich.progress.TaskProgressColumn(),
         rich.progress.TimeElapsedColumn(),
     )
-    # No refreshing by itself: a thread that wakes up often would take time from the ranks.
+    # No automatic refresh: its thread would take processor time from the ranks.
     with rich.progress.Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
         task = bar.add_task("starting", total=len(stages))
         yield lambda progress: bar.update(

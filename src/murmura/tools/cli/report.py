@@ -1,4 +1,4 @@
-"""`murmura report`: runs as one HTML file."""
+"""`murmura report`: write an HTML report of one or several runs."""
 
 from __future__ import annotations
 

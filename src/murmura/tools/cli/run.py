@@ -1,4 +1,4 @@
-"""`murmura run`: one script, as many ranks as wanted, on this host or on several."""
+"""`murmura run`: start a script on several ranks, on this host or on several."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from murmura.types import TransportKind, parse
 
 def run(
     script: Annotated[str, typer.Argument(help="The Python file that every rank runs.", metavar="SCRIPT")],
-    args: Annotated[list[str] | None, typer.Argument(help="Its own arguments.", metavar="ARGS")] = None,
+    args: Annotated[list[str] | None, typer.Argument(help="The script's arguments.", metavar="ARGS")] = None,
     ranks: Annotated[
         str,
         typer.Option(
             "-n", "--ranks", help="Ranks on this host; auto: one for each GPU, else for each core.", metavar="RANKS"
         ),
     ] = "auto",
-    nnodes: Annotated[int, typer.Option(help="Hosts in all; run the same command on each.", metavar="N")] = 1,
-    node_rank: Annotated[int, typer.Option(help="Which of them this one is, from 0.", metavar="K")] = 0,
+    nnodes: Annotated[int, typer.Option(help="Number of hosts; run the same command on each.", metavar="N")] = 1,
+    node_rank: Annotated[int, typer.Option(help="Number of this host, from 0.", metavar="K")] = 0,
     coordinator: Annotated[
-        str, typer.Option(help="Where the other hosts reach host 0; the same on all.", metavar="HOST:PORT")
+        str, typer.Option(help="Address of host 0 for the other hosts; the same on all.", metavar="HOST:PORT")
     ] = "",
     transport: Annotated[
-        str | None, typer.Option(help=f"How tensors travel: {', '.join(TransportKind)}.", metavar="NAME")
+        str | None, typer.Option(help=f"Transport: {', '.join(TransportKind)}.", metavar="NAME")
     ] = None,
     algorithm: Annotated[
-        str | None, typer.Option(help="What DDP does if the script names no algorithm.", metavar="NAME")
+        str | None, typer.Option(help="Algorithm of DDP if the script names none.", metavar="NAME")
     ] = None,
     secret_file: Annotated[
         Path | None,
@@ -52,8 +52,8 @@ def run(
     """Run a script on every rank: processes of this host, or of several.
 
     The script calls `murmura.connect()`; alone, or under torchrun, srun or mpirun, it runs unchanged. Output carries
-    its rank in front. If a rank fails, the others are ended, the failure that explains the rest is shown last, and
-    its exit status is the command's. On one host no network port is opened.
+    its rank in front. If a rank fails, the others are stopped, the root cause is shown last, and its exit
+    status is the command's. On one host no network port is opened.
 
     For example: `murmura run -n 4 train.py --epochs 3`, or on two hosts
     `murmura run -n 8 --nnodes 2 --node-rank 0 --coordinator 10.0.0.1:29500 train.py`
@@ -64,7 +64,7 @@ def run(
         if transport is not None:
             variables["MURMURA_TRANSPORT"] = str(parse(TransportKind, transport, "transport"))
         if algorithm is not None:
-            algorithm_named(algorithm)  # a wrong name is told here, once, and not by every rank
+            algorithm_named(algorithm)  # report a wrong name here, once, and not on every rank
             variables["MURMURA_ALGORITHM"] = algorithm
         cores = num_cores()
         if num_ranks > 1 and not omp_num_threads:
@@ -83,11 +83,11 @@ def run(
         )
         if num_ranks > cores and not omp_num_threads:
             say(f"{num_ranks} ranks on {cores} cores: one torch thread each (OMP_NUM_THREADS=1).")
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what ranks print is to be seen at once
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # show the ranks' output at once
         status = launch(plan, say)
     raise typer.Exit(status)
 
 
-def say(words: str) -> None:
+def say(message: str) -> None:
     typer.secho("murmura run: ", bold=True, nl=False, err=True)
-    typer.echo(words, err=True)
+    typer.echo(message, err=True)

@@ -1,4 +1,4 @@
-"""`murmura train`: a built-in task, as many ranks as wanted, watched while it goes."""
+"""`murmura train`: train a built-in task on several ranks, with a live view."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from murmura import ConfigError
 from murmura.algorithms import algorithm_names
-from murmura.recovery import Checkpointer
+from murmura.checkpoint import Checkpointer
 from murmura.tools.cli.completion import among
 from murmura.tools.cli.failures import exit_on_error
 from murmura.tools.cli.live_view import showing
@@ -29,7 +29,7 @@ def command(
     task: Annotated[
         str | None,
         typer.Option(
-            help=f"What is trained: {', '.join(TASKS)}.",
+            help=f"Task to train: {', '.join(TASKS)}.",
             metavar="TASK",
             show_default=DEFAULTS.task,
             autocompletion=among(TASKS),
@@ -37,24 +37,24 @@ def command(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option("-n", "--ranks", help="How many train together.", metavar="N", show_default=str(DEFAULTS.ranks)),
+        typer.Option("-n", "--ranks", help="Number of ranks.", metavar="N", show_default=str(DEFAULTS.ranks)),
     ] = None,
     algorithm: Annotated[
         str | None,
         typer.Option(
-            help=f"How they keep together: {', '.join(algorithm_names())}.",
+            help=f"Algorithm: {', '.join(algorithm_names())}.",
             metavar="NAME",
             show_default=DEFAULTS.algorithm,
             autocompletion=among(algorithm_names()),
         ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="How many steps to take.", metavar="N", show_default=str(DEFAULTS.steps))
+        int | None, typer.Option(help="Number of steps.", metavar="N", show_default=str(DEFAULTS.steps))
     ] = None,
     transport: Annotated[
         str | None,
         typer.Option(
-            help=f"How tensors travel: {', '.join(TRANSPORTS)}. Ranks are threads with in_process, else processes.",
+            help=f"Transport: {', '.join(TRANSPORTS)}. Ranks are threads with in_process, otherwise processes.",
             metavar="NAME",
             show_default=DEFAULTS.transport,
             autocompletion=among(TRANSPORTS),
@@ -73,19 +73,19 @@ def command(
     checkpoint_every: Annotated[
         int | None,
         typer.Option(
-            help="Steps between checkpoints; 0 is none.", metavar="N", show_default=str(DEFAULTS.checkpoint_every)
+            help="Steps between checkpoints; 0 for none.", metavar="N", show_default=str(DEFAULTS.checkpoint_every)
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="A TOML file with any of the settings above, checkpoint_every = 50; flags win."),
+        typer.Option(help="A TOML file with any of the settings above, checkpoint_every = 50; flags take precedence."),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="The folder of the run.", metavar="FOLDER", show_default="runs/TASK-ALGORITHM-TIME"),
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with the run in this folder, from its last checkpoint.", metavar="FOLDER")
+        Path | None, typer.Option(help="Resume the run in this folder from its last checkpoint.", metavar="FOLDER")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace that opens in ui.perfetto.dev.")] = None,
 ) -> None:
@@ -148,7 +148,7 @@ def _new_name(settings: TrainSettings) -> Path:
 def _where_it_stopped(folder: RunFolder) -> str:
     latest = Checkpointer(folder.checkpoints).latest()
     if latest is None:
-        return f"interrupted before the first checkpoint; what there is stands in {folder.path}."
+        return f"interrupted before the first checkpoint; its files are in {folder.path}."
     path = folder.checkpoints / f"step-{latest:09}"
     return (
         f"interrupted; the last checkpoint is of step {latest}: {path}\n"

@@ -1,6 +1,6 @@
-"""The health of this machine: facts are gathered, pure rules turn them into findings. No output, no command line."""
+"""Check this machine: each section gathers facts, and pure functions turn them into findings. It prints nothing."""
 
-from murmura.tools.doctor.examination import Hints, examine
+from murmura.tools.doctor.checks import Hints, run_checks
 from murmura.tools.doctor.findings import Diagnosis, Finding, Section, Status
 
-__all__ = ["Diagnosis", "Finding", "Hints", "Section", "Status", "examine"]
+__all__ = ["Diagnosis", "Finding", "Hints", "Section", "Status", "run_checks"]

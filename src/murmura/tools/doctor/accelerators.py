@@ -66,7 +66,7 @@ def _nccl_version() -> str:
     return ".".join(map(str, version))
 
 
-def judge(facts: AcceleratorFacts) -> list[Finding]:
+def check(facts: AcceleratorFacts) -> list[Finding]:
     if not facts.gpus:
         return [_judge_none(facts)]
     return [_judge_gpus(facts), _judge_nccl(facts)]

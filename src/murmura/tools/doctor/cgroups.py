@@ -1,4 +1,4 @@
-"""What the control groups of this process allow it: containers, SLURM and systemd set these limits.
+"""Read the limits of this process's control groups, which containers, SLURM and systemd set.
 
 Both versions of control groups are read. A limit of any group above counts too, and the tightest one is told.
 """
@@ -17,14 +17,14 @@ UNLIMITED_BYTES = 2**60  # version 1 writes "no limit" as a number near 2**63
 
 @dataclass(frozen=True)
 class Limits:
-    """None is no limit. `cpus` is a share of time: 1.5 are one and a half cores' worth of it."""
+    """The limits; None is no limit. `cpus` is processor time: 1.5 is the time of one and a half cores."""
 
     cpus: float | None = None
     memory_bytes: int | None = None
 
 
 def read_limits(proc: Path = Path("/proc"), mount: Path = Path("/sys/fs/cgroup")) -> Limits:
-    """The limits of this process; those that cannot be read count as none."""
+    """Return the limits of this process; those that cannot be read count as no limit."""
     unified = mount if (mount / "cgroup.controllers").exists() else mount / "unified"
     cpus: list[float] = []
     memories: list[int] = []
@@ -48,7 +48,7 @@ def _memberships(file: Path) -> Iterator[tuple[list[str], str]]:
 
 
 def _along(root: Path, path: str, read: Callable[[Path], T | None]) -> list[T]:
-    """What `read` finds in a group and in those above it.
+    """Return what `read` finds in a group and in its parents.
 
     Inside a container the path may be the host's and lead nowhere; then what is mounted at the root is our group.
     """

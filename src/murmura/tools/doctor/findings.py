@@ -1,13 +1,13 @@
-"""What an examination finds, and its JSON form.
+"""The findings of `murmura doctor`, and their JSON form.
 
 schema_version      1; grows when a field changes its meaning
 status              the worst status of all findings
 findings            in the order of the sections, each with
     section         one of `Section`
     status          one of `Status`
-    title           what was looked at and how it is, in a few words
-    detail          what was seen
-    advice          what to do about it; empty if all is well
+    title           what was checked and its state, in a few words
+    detail          what was found
+    advice          what to do about it; empty if the status is ok
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCHEMA_VERSION = 1
 
 
 class Status(StrEnum):
-    """How bad it is, from the best to the worst."""
+    """The severity of a finding, from the best to the worst."""
 
     OK = "ok"
     NOTE = "note"  # good to know
@@ -30,7 +30,7 @@ class Status(StrEnum):
 
 
 class Section(StrEnum):
-    """What is looked at, in this order."""
+    """The sections, in the order in which they are checked."""
 
     SOFTWARE = "software"
     PROCESSOR = "processor"
@@ -44,7 +44,7 @@ class Section(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; the module's docstring explains the fields."""
+    """The result of one check; the module's docstring explains the fields."""
 
     section: Section
     status: Status
@@ -58,7 +58,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that an examination found."""
+    """The findings of all checks."""
 
     findings: tuple[Finding, ...]
 
@@ -67,7 +67,7 @@ class Diagnosis:
         return worst(finding.status for finding in self.findings)
 
     def to_json(self) -> str:
-        """As the module's docstring describes it."""
+        """Return the JSON form that the module's docstring describes."""
         fields = {
             "schema_version": SCHEMA_VERSION,
             "status": self.status,
@@ -77,6 +77,6 @@ class Diagnosis:
 
 
 def worst(statuses: Iterable[Status]) -> Status:
-    """The worst of them; all is well if there is none."""
+    """Return the worst status, or OK if there is none."""
     order = list(Status)
     return max(statuses, key=order.index, default=Status.OK)

@@ -1,4 +1,4 @@
-"""The network interfaces of this process's network namespace, without any tool that may not be installed."""
+"""List the network interfaces of this process's network namespace, without external tools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Scope(StrEnum):
     """From where an address can be reached."""
 
     LOOPBACK = "loopback"  # from this host
-    LINK_LOCAL = "link-local"  # from the same cable
+    LINK_LOCAL = "link-local"  # from the same link
     PRIVATE = "private"  # from a network that does not belong to the internet
     PUBLIC = "public"  # from anywhere
 
@@ -51,18 +51,18 @@ class Interface:
 
 
 class Kernel:
-    """What the kernel says about an interface. It is asked by ioctl: /sys may show another namespace's interfaces."""
+    """Query an interface by ioctl: /sys may show another namespace's interfaces."""
 
     def names(self) -> list[str]:
         return sorted(name for _, name in socket.if_nameindex())
 
     def flags(self, name: str) -> int | None:
-        """None where the system is not Linux."""
+        """Return the flags; None if the system is not Linux."""
         answer = self._ask(SIOCGIFFLAGS, name)
         return struct.unpack_from("H", answer, 16)[0] if answer else None
 
     def inet(self, name: str) -> str:
-        """The first IPv4 address; empty if there is none."""
+        """Return the first IPv4 address; empty if there is none."""
         answer = self._ask(SIOCGIFADDR, name)
         return socket.inet_ntoa(answer[20:24]) if answer else ""
 
@@ -77,7 +77,7 @@ class Kernel:
 def read_interfaces(
     kernel: Kernel | None = None, inet6_table: Path = INET6_TABLE, sys_net: Path = SYS_NET
 ) -> tuple[Interface, ...]:
-    """All interfaces, in the order of their names; without addresses where the system is not Linux."""
+    """Return all interfaces sorted by name; without addresses if the system is not Linux."""
     kernel = kernel or Kernel()
     inet6 = read_inet6(inet6_table)
     return tuple(_read_interface(kernel, name, inet6.get(name, ()), sys_net) for name in kernel.names())

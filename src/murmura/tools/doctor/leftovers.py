@@ -1,4 +1,4 @@
-"""What earlier runs may have left: processes without a parent, meeting points, folders. Nothing is removed."""
+"""Find what earlier runs may have left: orphan processes, rendezvous sockets, folders. Nothing is removed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import TypeVar
 
 from murmura.tools.doctor.findings import Finding, Section, Status
 
-SETTLE_SECONDS = 3.0  # in which a world that starts has met, and the server of one that ended is gone
+SETTLE_SECONDS = 3.0  # for a starting world to connect, and for the server of an ended one to exit
 LOOK_SECONDS = 0.1
-OLD_SECONDS = 3600.0  # a folder of a run that ended a moment ago, or goes on, is younger as a rule
-INITS = ("init", "systemd")  # who adopts orphans, beside process 1
-LAUNCHERS = ("python", "torchrun", "pt_", "mpiexec", "hydra", "srun", "slurmstepd")  # process 1 of a container, maybe
+OLD_SECONDS = 3600.0  # folders of running or just ended jobs are younger as a rule
+INITS = ("init", "systemd")  # processes that adopt orphans, besides process 1
+LAUNCHERS = ("python", "torchrun", "pt_", "mpiexec", "hydra", "srun", "slurmstepd")  # may be process 1 of a container
 
 T = TypeVar("T")
 
@@ -33,14 +33,14 @@ class Process:
 
     @property
     def is_orphan(self) -> bool:
-        """Whether whoever started it is gone, as far as can be told."""
+        """Whether the process that started it has ended, as far as can be known."""
         adopted = self.parent_pid == 1 or self.parent_name in INITS
         return adopted and not self.parent_name.startswith(LAUNCHERS)
 
 
 @dataclass(frozen=True)
-class MeetingPoint:
-    """An abstract socket where rank 0 waits for the others; `pid` is None if its owner is another user's."""
+class RendezvousSocket:
+    """An abstract socket at which rank 0 listens for the others; `pid` is None if another user owns it."""
 
     name: str
     pid: int | None
@@ -48,7 +48,7 @@ class MeetingPoint:
 
 @dataclass(frozen=True)
 class Folder:
-    """A temporary folder, and the seconds since anything changed in it."""
+    """A temporary folder, and the seconds since its last change."""
 
     path: str
     age_seconds: float
@@ -56,23 +56,23 @@ class Folder:
 
 @dataclass(frozen=True, kw_only=True)
 class LeftoverFacts:
-    """What of murmura's is on this host, and not this process's own."""
+    """Processes, sockets and folders of murmura on this host, except this process's own."""
 
     processes: tuple[Process, ...] = ()
-    meeting_points: tuple[MeetingPoint, ...] = ()
+    rendezvous_sockets: tuple[RendezvousSocket, ...] = ()
     folders: tuple[Folder, ...] = ()
 
 
 def gather(proc: Path = Path("/proc"), temp: Path | None = None, now: float | None = None) -> LeftoverFacts:
     return LeftoverFacts(
         processes=_lasting(lambda: list(_find_processes(proc)), lambda process: process.is_orphan),
-        meeting_points=_lasting(lambda: list(_find_meeting_points(proc)), lambda point: True),
+        rendezvous_sockets=_lasting(lambda: list(_find_rendezvous_sockets(proc)), lambda point: True),
         folders=tuple(_find_folders(temp or Path(tempfile.gettempdir()), time.time() if now is None else now)),
     )
 
 
 def _lasting(look: Callable[[], list[T]], is_suspect: Callable[[T], bool]) -> tuple[T, ...]:
-    """What `look` finds, without suspects that go away by themselves in `SETTLE_SECONDS`."""
+    """Return what `look` finds, without what disappears by itself within `SETTLE_SECONDS`."""
     deadline = time.monotonic() + SETTLE_SECONDS
     found = look()
     while any(map(is_suspect, found)) and time.monotonic() < deadline:
@@ -116,7 +116,7 @@ def _name(proc: Path, pid: int) -> str:
         return ""
 
 
-def _find_meeting_points(proc: Path) -> Iterator[MeetingPoint]:
+def _find_rendezvous_sockets(proc: Path) -> Iterator[RendezvousSocket]:
     try:
         lines = (proc / "net" / "unix").read_text(errors="replace").splitlines()[1:]
     except OSError:
@@ -125,9 +125,9 @@ def _find_meeting_points(proc: Path) -> Iterator[MeetingPoint]:
     for line in lines:
         fields = line.split()
         if fields[-1].startswith("@murmura-"):
-            inodes.setdefault(fields[-1], fields[6])  # the door itself comes before those who came through it
+            inodes.setdefault(fields[-1], fields[6])  # the listening socket comes before its connections
     for name, inode in inodes.items():
-        yield MeetingPoint(name, _owner(proc, f"socket:[{inode}]"))
+        yield RendezvousSocket(name, _owner(proc, f"socket:[{inode}]"))
 
 
 def _owner(proc: Path, target: str) -> int | None:
@@ -153,18 +153,18 @@ def _find_folders(temp: Path, now: float) -> Iterator[Folder]:
                 yield Folder(str(path), age)
 
 
-def judge(facts: LeftoverFacts) -> list[Finding]:
+def check(facts: LeftoverFacts) -> list[Finding]:
     orphans = [process for process in facts.processes if process.is_orphan]
     running = len(facts.processes) - len(orphans)
     return [
         _judge_processes(orphans, running),
-        _judge_meeting_points(facts.meeting_points),
+        _judge_rendezvous_sockets(facts.rendezvous_sockets),
         _judge_folders(facts.folders, running),
     ]
 
 
 def _judge_processes(orphans: list[Process], running: int) -> Finding:
-    others = f"processes of murmura's that are at work: {running or 'none'}"
+    others = f"running processes of murmura: {running or 'none'}"
     if not orphans:
         return Finding(Section.LEFTOVERS, Status.OK, "no orphan processes", others)
     pids = " ".join(str(process.pid) for process in orphans)
@@ -172,22 +172,22 @@ def _judge_processes(orphans: list[Process], running: int) -> Finding:
         Section.LEFTOVERS,
         Status.WARNING,
         f"orphan processes: {pids}",
-        "whoever started them is gone: " + "; ".join(f"{each.pid} ({each.command})" for each in orphans),
-        f"They hold memory and cores. If they are no job that you left running: kill {pids}",
+        "the processes that started them have ended: " + "; ".join(f"{each.pid} ({each.command})" for each in orphans),
+        f"They hold memory and cores. Unless you left a job running: kill {pids}",
     )
 
 
-def _judge_meeting_points(points: tuple[MeetingPoint, ...]) -> Finding:
+def _judge_rendezvous_sockets(points: tuple[RendezvousSocket, ...]) -> Finding:
     if not points:
-        return Finding(Section.LEFTOVERS, Status.OK, "no meeting points", "no world waits for its ranks")
+        return Finding(Section.LEFTOVERS, Status.OK, "no rendezvous sockets", "no world waits for its ranks")
     owners = [f"{point.name} of {f'process {point.pid}' if point.pid else 'another user'}" for point in points]
     pids = " ".join(dict.fromkeys(str(point.pid) for point in points if point.pid))
     return Finding(
         Section.LEFTOVERS,
         Status.NOTE,
-        f"meeting points: {len(points)}",
+        f"rendezvous sockets: {len(points)}",
         f"a rank 0 waits there for the others: {', '.join(owners)}",
-        "As it should be while a job starts. If it stays, the other ranks never came"
+        "This is normal while a job starts. If it stays, the other ranks never connected"
         + (f": see what became of them, or kill {pids}" if pids else "; tell that user."),
     )
 

@@ -1,4 +1,4 @@
-"""A real all-reduce on every transport that can run here, with the answer checked to the bit.
+"""Run an all-reduce on every transport that is available here, and check the result bit for bit.
 
 Whatever goes wrong in it becomes a finding. While it lasts, what this process and its children write to standard
 output and error is kept, and quoted if something fails.
@@ -17,15 +17,15 @@ from dataclasses import dataclass
 import torch
 
 from murmura import Transport, run_world
-from murmura.tools.doctor.attempts import attempt, in_words
 from murmura.tools.doctor.findings import Finding, Section, Status
+from murmura.tools.doctor.with_timeout import call_with_timeout, one_line
 from murmura.transports.shared_memory import futex
 
 TIMEOUT_SECONDS = 10.0  # of each wait
-NCCL_TIMEOUT_SECONDS = 30.0  # it takes its time to find out how many GPUs are connected
-GRACE_SECONDS = 10.0  # beyond the deadline of the waits, for a world to fail in its own words
+NCCL_TIMEOUT_SECONDS = 30.0  # its start is slow: it detects how the GPUs are connected
+GRACE_SECONDS = 10.0  # beyond the deadline of the waits, for a world to report its own error
 START_SECONDS = 60.0  # for the first process: it imports torch, maybe from a slow disk
-LENGTHS = (1024, 256 * 1024 + 3)  # float32: one message that goes in one piece, one that goes in chunks
+LENGTHS = (1024, 256 * 1024 + 3)  # float32: one message below the size of a chunk, one above
 NUM_ROUNDS = 5
 SLOW_SECONDS = 0.25
 QUOTED_LINES = 3
@@ -33,7 +33,7 @@ QUOTED_LINES = 3
 
 @dataclass(frozen=True)
 class Probe:
-    """A world to be tried. `advice` is for when it fails."""
+    """A world to run; `advice` is shown if it fails."""
 
     title: str
     num_ranks: int
@@ -46,7 +46,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one rank saw: the lengths whose sum was wrong, and the best time of each length."""
+    """The result of one rank: the lengths with a wrong sum, and the best time of each length."""
 
     wrong: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -57,7 +57,7 @@ THREADS = Probe(
     4,
     "threads",
     None,
-    "Threads need nothing of the system, so this is a fault of murmura or torch: report it with the output of "
+    "Threads need no support of the system, so this is a fault of murmura or torch: report it with the output of "
     "murmura doctor --json -.",
 )
 SHARED_MEMORY = Probe(
@@ -65,7 +65,7 @@ SHARED_MEMORY = Probe(
     2,
     "processes",
     "shared_memory",
-    "What the kernel refuses stands under shared memory. Until then: threads, or transport='gloo'.",
+    "The section on shared memory says what the kernel refuses. Until then: threads, or transport='gloo'.",
 )
 GLOO = Probe(
     "processes over Gloo",
@@ -91,7 +91,7 @@ def nccl(num_gpus: int) -> Probe:
 
 
 def choose(num_gpus: int, has_nccl: bool) -> list[Probe]:
-    """The probes for this machine."""
+    """Return the probes for this machine."""
     probes = [THREADS]
     if futex.is_supported():
         probes.append(SHARED_MEMORY)
@@ -102,7 +102,7 @@ def choose(num_gpus: int, has_nccl: bool) -> list[Probe]:
 
 
 def run(probes: Sequence[Probe], on_probe: Callable[[str], None] = lambda title: None) -> list[Finding]:
-    """Try them one after another; `on_probe` is told the title of each before it starts."""
+    """Run the probes one after another; `on_probe` gets the title of each before it starts."""
     findings: list[Finding] = []
     with output_kept() as said:
         for index, probe in enumerate(probes):
@@ -113,7 +113,7 @@ def run(probes: Sequence[Probe], on_probe: Callable[[str], None] = lambda title:
 
 
 def try_out(probe: Probe, start_seconds: float, said: Callable[[], str]) -> Finding:
-    """Build the world of `probe`, sum in it, take it down; `said` gives what was written meanwhile."""
+    """Start the world of `probe`, sum in it and stop it; `said` returns what was printed meanwhile."""
     said()
 
     def work() -> list[Trial]:
@@ -126,15 +126,15 @@ def try_out(probe: Probe, start_seconds: float, said: Callable[[], str]) -> Find
             timeout=probe.timeout,
         )
 
-    tried = attempt(work, start_seconds + probe.timeout + GRACE_SECONDS)
+    tried = call_with_timeout(work, start_seconds + probe.timeout + GRACE_SECONDS)
     if tried.fault is not None or tried.value is None:
-        fault = in_words(tried.fault or RuntimeError("it returned nothing"))
+        fault = one_line(tried.fault or RuntimeError("it returned nothing"))
         return judge_fault(probe, fault, said())
-    return judge(probe, tried.value, tried.seconds)
+    return check(probe, tried.value, tried.seconds)
 
 
 def exercise(transport: Transport, on_cuda: bool) -> Trial:
-    """What each rank does: sums whose answers are known, several times."""
+    """Run on each rank: sums with known results, several times."""
     if on_cuda:
         torch.cuda.set_device(transport.rank)
     device = "cuda" if on_cuda else "cpu"
@@ -142,7 +142,7 @@ def exercise(transport: Transport, on_cuda: bool) -> Trial:
     wrong, best = [], []
     for length in LENGTHS:
         base = torch.arange(length, dtype=torch.float32, device=device)
-        expected = size * base + size * (size - 1) / 2  # whole numbers below 2**24, so exact in any order
+        expected = size * base + size * (size - 1) / 2  # integers below 2**24, so exact in any order
         seconds = []
         for _ in range(NUM_ROUNDS):
             tensor = base + transport.rank
@@ -158,8 +158,8 @@ def exercise(transport: Transport, on_cuda: bool) -> Trial:
     return Trial(tuple(wrong), tuple(best))
 
 
-def judge(probe: Probe, trials: Sequence[Trial], total_seconds: float) -> Finding:
-    """`trials` by rank; `total_seconds` from the first start to the last end."""
+def check(probe: Probe, trials: Sequence[Trial], total_seconds: float) -> Finding:
+    """Turn the trials of all ranks into a finding; `total_seconds` includes start and end."""
     ranks = f"{probe.num_ranks} rank{'' if probe.num_ranks == 1 else 's'}"
     title = f"{probe.title}, {ranks}"
     wrong = [f"rank {rank}: {list(trial.wrong)}" for rank, trial in enumerate(trials) if trial.wrong]
@@ -178,7 +178,7 @@ def judge(probe: Probe, trials: Sequence[Trial], total_seconds: float) -> Findin
     detail = f"every sum right to the bit; {times}; {total_seconds:.1f} s with start and end"
     if probe.num_ranks == 1:
         detail = (
-            f"it starts and ends ({total_seconds:.1f} s); one rank has nobody to exchange with, so no more was tried"
+            f"it starts and ends ({total_seconds:.1f} s); one rank has nobody to exchange with, so no more was tested"
         )
     if slowest[0] > SLOW_SECONDS:
         return Finding(
@@ -192,7 +192,7 @@ def judge(probe: Probe, trials: Sequence[Trial], total_seconds: float) -> Findin
 
 
 def judge_fault(probe: Probe, fault: str, said: str) -> Finding:
-    """`said` is what the world wrote to its output and error."""
+    """Turn a failed probe into a finding; `said` is what its world printed."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     quote = f" Its last words: {' / '.join(lines[-QUOTED_LINES:])}" if lines else ""
     return Finding(Section.LIVE, Status.BROKEN, f"{probe.title}: failed", fault + quote, probe.advice)
@@ -204,7 +204,7 @@ def _milliseconds(seconds: float) -> str:
 
 @contextlib.contextmanager
 def output_kept() -> Iterator[Callable[[], str]]:
-    """Keep what is written to descriptors 1 and 2; the function yielded returns what is new since its last call.
+    """Capture what is written to descriptors 1 and 2; the yielded function returns what is new since its last call.
 
     Processes started meanwhile inherit that: ranks have nothing to say to a reader of JSON.
     """

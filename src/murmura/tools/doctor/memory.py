@@ -1,4 +1,4 @@
-"""Memory: what the machine has, what is free, what the control group allows."""
+"""Check memory: how much the machine has, is free, and the control group allows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gather(proc: Path = Path("/proc")) -> MemoryFacts:
     )
 
 
-def judge(facts: MemoryFacts) -> list[Finding]:
+def check(facts: MemoryFacts) -> list[Finding]:
     return [_judge_total(facts), _judge_limit(facts)]
 
 

@@ -1,4 +1,4 @@
-"""How ranks on other hosts would reach this one.
+"""Check how ranks on other hosts would reach this one.
 
 Gloo takes the interface that GLOO_SOCKET_IFNAME names; else the first address of the host name that belongs to this
 host; else loopback. Ranks of one host need none of this: they share memory, or talk over loopback.
@@ -10,9 +10,9 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from murmura.tools.doctor.attempts import attempt, in_words
 from murmura.tools.doctor.findings import Finding, Section, Status
 from murmura.tools.doctor.interfaces import Interface, Scope, read_interfaces, scope_of
+from murmura.tools.doctor.with_timeout import call_with_timeout, one_line
 
 RESOLVE_SECONDS = 5.0
 ONE_HOST = "Ranks of one host are not concerned."
@@ -20,7 +20,7 @@ ONE_HOST = "Ranks of one host are not concerned."
 
 @dataclass(frozen=True)
 class Resolved:
-    """An address of the host name, and whether a socket of this host can have it."""
+    """An address of the host name, and whether it belongs to this host."""
 
     address: str
     is_local: bool
@@ -28,7 +28,7 @@ class Resolved:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkFacts:
-    """How this host is seen from outside.
+    """How other hosts see this one.
 
     Attributes:
         interfaces: all there are.
@@ -46,14 +46,14 @@ class NetworkFacts:
 
 
 def gather(gloo_socket_ifname: str | None = None, resolve: Callable[[str], list[str]] | None = None) -> NetworkFacts:
-    """`resolve`, if given, stands for the system's resolver."""
+    """Gather the facts; `resolve` replaces the system's resolver in tests."""
     host_name = socket.gethostname()
-    asked = attempt(lambda: (resolve or _resolve)(host_name), RESOLVE_SECONDS)
+    asked = call_with_timeout(lambda: (resolve or _resolve)(host_name), RESOLVE_SECONDS)
     return NetworkFacts(
         interfaces=read_interfaces(),
         host_name=host_name,
         resolved=tuple(Resolved(address, _is_local(address)) for address in asked.value or ()),
-        resolve_fault=in_words(asked.fault) if asked.fault else "",
+        resolve_fault=one_line(asked.fault) if asked.fault else "",
         gloo_interfaces=tuple(name.strip() for name in (gloo_socket_ifname or "").split(",") if name.strip()),
     )
 
@@ -73,25 +73,25 @@ def _is_local(address: str) -> bool:
     return True
 
 
-def judge(facts: NetworkFacts) -> list[Finding]:
+def check(facts: NetworkFacts) -> list[Finding]:
     choice = _judge_chosen(facts) if facts.gloo_interfaces else _judge_host_name(facts)
     return [_judge_interfaces(facts), *_judge_loopback(facts), choice, *_judge_exposure(facts)]
 
 
 def reachable(interfaces: tuple[Interface, ...]) -> list[Interface]:
-    """The interfaces over which other hosts may reach this one, those with a private address first."""
+    """Return the interfaces that other hosts may reach, those with a private address first."""
     found = [each for each in interfaces if each.is_up and not each.is_bridge and outer_address(each)]
     return sorted(found, key=lambda each: scope_of(outer_address(each)) is Scope.PUBLIC)
 
 
 def outer_address(interface: Interface) -> str:
-    """The first address that other hosts may reach; empty if there is none."""
+    """Return the first address that other hosts may reach; empty if there is none."""
     outer = (each for each in interface.addresses if scope_of(each) in (Scope.PRIVATE, Scope.PUBLIC))
     return "" if interface.is_loopback else next(outer, "")
 
 
 def gloo_address(facts: NetworkFacts) -> str:
-    """The address by which Gloo would make itself known to other hosts; empty for none."""
+    """Return the address that Gloo would announce to other hosts; empty for none."""
     if facts.gloo_interfaces:
         named = next((each for each in facts.interfaces if each.name == facts.gloo_interfaces[0]), None)
         return named.addresses[0] if named and named.addresses else ""
@@ -149,11 +149,11 @@ def _judge_chosen(facts: NetworkFacts) -> Finding:
             "; ".join(map(str, useless)),
             f"{ONE_HOST} For several hosts: {_choose(facts)}.",
         )
-    return Finding(Section.NETWORK, Status.OK, told, f"Gloo makes itself known as {gloo_address(facts)}")
+    return Finding(Section.NETWORK, Status.OK, told, f"Gloo announces {gloo_address(facts)}")
 
 
 def _judge_host_name(facts: NetworkFacts) -> Finding:
-    """The classic: a host name that leads to loopback, so that every host connects to itself."""
+    """Find the common fault of a host name that resolves to loopback, so that every host connects to itself."""
     name, address = facts.host_name, gloo_address(facts)
     if address and scope_of(address) is not Scope.LOOPBACK:
         return Finding(
@@ -183,7 +183,7 @@ def _judge_host_name(facts: NetworkFacts) -> Finding:
 
 
 def _judge_exposure(facts: NetworkFacts) -> list[Finding]:
-    """Whether several hosts would talk over the internet: what they say is neither encrypted nor signed."""
+    """Warn if hosts would communicate over the internet: the traffic is neither encrypted nor signed."""
     address = gloo_address(facts)
     if not address or scope_of(address) is not Scope.PUBLIC:
         return []
@@ -193,7 +193,7 @@ def _judge_exposure(facts: NetworkFacts) -> list[Finding]:
         Finding(
             Section.NETWORK,
             Status.WARNING,
-            "several hosts would talk over a public address",
+            "several hosts would communicate over a public address",
             f"{address}: torch's store and Gloo neither encrypt nor ask who is calling, and anybody may call",
             f"{ONE_HOST} For several hosts: {instead}, and let a firewall admit only the hosts of the job.",
         )

@@ -1,4 +1,4 @@
-"""Cores that may be used, and threads that torch would put on them."""
+"""Check the cores that may be used, and the number of torch's threads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def gather(omp_num_threads: str | None = None) -> ProcessorFacts:
     )
 
 
-def judge(facts: ProcessorFacts) -> list[Finding]:
+def check(facts: ProcessorFacts) -> list[Finding]:
     return [_judge_cores(facts), _judge_threads(facts)]
 
 
@@ -108,13 +108,13 @@ def _judge_threads(facts: ProcessorFacts) -> Finding:
             f"torch computes with {threads} on {_count(facts.usable, 'core')}",
             f"{said} holds for every process that is started from here, but for the ranks of run_world, which get "
             "the number of cores divided by the number of ranks",
-            "Right where a launcher starts a rank for each core. Else set it to cores divided by ranks.",
+            "This is right if a launcher starts a rank for each core. Otherwise set it to cores divided by ranks.",
         )
     return Finding(Section.PROCESSOR, Status.OK, f"torch computes with {threads}", said)
 
 
 def _is_list(omp: str) -> bool:
-    """OpenMP takes one number for each level of nesting: "4,2"."""
+    """Whether OpenMP accepts the value: one number, or one for each level of nesting, "4,2"."""
     return all(part.strip().isdecimal() and int(part) > 0 for part in omp.split(","))
 
 

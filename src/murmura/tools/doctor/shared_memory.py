@@ -1,4 +1,4 @@
-"""What processes need of the kernel to share memory: nameless segments, wake-ups, watches on peers, a meeting point."""
+"""Check what shared memory needs of the kernel: memfd, futex, pidfd and abstract sockets."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from murmura.tools.doctor.memory import gib
 from murmura.tools.experiments.machine import physical_bytes
 from murmura.transports.shared_memory import futex
 
-RANK_BYTES = 4 * 2**30  # address space of a process that has imported torch, segment aside; generously
-FEW_FILES = 256  # descriptors: a rank holds one of each peer, and one for each file and connection
+RANK_BYTES = 4 * 2**30  # address space of a process that has imported torch, without the segment; an upper bound
+FEW_FILES = 256  # a rank holds a descriptor for each peer, file and connection
 SMALL_DEV_SHM_BYTES = 64 * 2**20  # what Docker gives a container
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMemoryFacts:
-    """What the kernel offers to processes that share memory.
+    """What the kernel provides for shared memory.
 
     Attributes:
         supported: whether murmura can share memory on a system of this kind.
@@ -84,7 +84,7 @@ def _try_pidfd() -> None:
 def _try_futex() -> None:
     word = ctypes.c_uint32(1)
     ctypes.set_errno(0)
-    futex.wait(ctypes.addressof(word), 0, 0.0)  # the word is not 0, and a kernel that looks at it says EAGAIN
+    futex.wait(ctypes.addressof(word), 0, 0.0)  # the word is not 0, so a working kernel returns EAGAIN
     if (code := ctypes.get_errno()) != errno.EAGAIN:
         raise OSError(code, os.strerror(code) if code else "it does not look at the word")
 
@@ -118,14 +118,14 @@ def _dev_shm_bytes(dev_shm: Path) -> int | None:
     return None
 
 
-def judge(facts: SharedMemoryFacts) -> list[Finding]:
+def check(facts: SharedMemoryFacts) -> list[Finding]:
     if not facts.supported:
         return [
             Finding(
                 Section.SHARED_MEMORY,
                 Status.NOTE,
-                "shared memory between processes is not for this system",
-                "it needs Linux 5.3 or newer on a processor that murmura knows, and Python's memfd and pidfd",
+                "shared memory between processes is not available on this system",
+                "it needs Linux 5.3 or newer on a supported processor, and Python's memfd and pidfd",
                 "Use threads, run_world(fn, n, kind='threads'), or processes over Gloo.",
             )
         ]
@@ -170,7 +170,7 @@ def _judge_open_files(facts: SharedMemoryFacts) -> Finding:
         Section.SHARED_MEMORY,
         Status.WARNING,
         f"only {facts.open_files} open files",
-        "each rank holds a descriptor of every other, beside those of its data and of torch",
+        "each rank holds a descriptor for every other rank, besides those of its data and of torch",
         "Raise it before you start the ranks: ulimit -n 4096",
     )
 

@@ -1,4 +1,4 @@
-"""Python, torch, murmura, and what a launcher left in the environment."""
+"""Check the versions of Python, torch and murmura, and a launcher's variables in the environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ABILITIES = {  # by platform.system(): what of murmura runs there
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareFacts:
-    """What is installed, and who this process would be in a world.
+    """What is installed, and this process's place in a world.
 
     Attributes:
         torch_build: what torch was built for: "CPU", "CUDA 12.8", "ROCm 6.4".
@@ -47,7 +47,7 @@ class SoftwareFacts:
 
 
 def gather(env: Mapping[str, str] | None = None) -> SoftwareFacts:
-    """`env`, if given, stands for the environment."""
+    """Gather the facts; `env` replaces the environment in tests."""
     world, world_fault = _read_world(env)
     return SoftwareFacts(
         system=platform.system(),
@@ -65,7 +65,7 @@ def gather(env: Mapping[str, str] | None = None) -> SoftwareFacts:
 
 
 def build_of(cuda: str | None, hip: str | None) -> str:
-    """What torch was built for, from the versions it names."""
+    """Return what torch was built for."""
     return f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPU"
 
 
@@ -85,7 +85,7 @@ def _read_world(env: Mapping[str, str] | None) -> tuple[str, str]:
     return f"rank {config.rank} of a world of {config.world_size}", ""
 
 
-def judge(facts: SoftwareFacts) -> list[Finding]:
+def check(facts: SoftwareFacts) -> list[Finding]:
     return [_judge_python(facts), _judge_torch(facts), _judge_murmura(facts), _judge_numpy(facts), _judge_world(facts)]
 
 

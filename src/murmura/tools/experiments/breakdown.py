@@ -1,4 +1,4 @@
-"""Where the time of a step went, and which rank the others wait for.
+"""Break the time of a step down into its parts, and find the rank that the others wait for.
 
 Every figure of a step's time, in tables, bars and sentences, is the median over turns of `TURN_STEPS` steps: one step
 of an algorithm that communicates once in so many says nothing of the others.
@@ -16,17 +16,17 @@ from murmura.tools.experiments.traffic import wire_bytes
 
 TURN_STEPS = LOCAL_STEPS
 NOTICEABLE = 1.1
-"""How many times as long as the others' a rank's own work takes before it is called slow."""
+"""A rank is called slow if its own work takes this many times as long as the others'."""
 
 
 def turns(records: Sequence[Record]) -> list[float]:
-    """The milliseconds of a step in each turn of one rank; the last turn may be shorter."""
+    """Return the milliseconds per step in each turn of one rank; the last turn may be shorter."""
     walls = [record.wall_ms for record in records]
     return [statistics.fmean(walls[begin : begin + TURN_STEPS]) for begin in range(0, len(walls), TURN_STEPS)]
 
 
 def slowest_turns(records: Mapping[int, Sequence[Record]]) -> list[float]:
-    """The milliseconds of a step in each turn, on the rank that was slowest in it."""
+    """Return the milliseconds per step in each turn, of the slowest rank in that turn."""
     return [max(of_ranks) for of_ranks in zip(*map(turns, records.values()), strict=False)]
 
 
@@ -38,11 +38,11 @@ class Breakdown:
     compute_ms: float
     hidden_ms: float
     waited_ms: float
-    step_bytes: float  # what it sends
+    step_bytes: float  # bytes sent
 
     @classmethod
     def of(cls, records: Sequence[Record], num_ranks: int, step_ms: float | None = None) -> Breakdown:
-        """Of at least one record: the median step, or `step_ms`, divided as the sum of all steps divides."""
+        """Return the median step of the records, or `step_ms`, divided in the proportions of the sum of all steps."""
         mean_ms = statistics.fmean(record.wall_ms for record in records)
         if step_ms is None:
             step_ms = statistics.median(turns(records))
@@ -57,7 +57,7 @@ class Breakdown:
 
     @classmethod
     def of_run(cls, records: Mapping[int, Sequence[Record]], num_ranks: int) -> Breakdown:
-        """The step of the slowest rank, divided as the steps of all ranks divide."""
+        """Return the step of the slowest rank, divided in the proportions of all ranks' steps."""
         together = [record for of_rank in records.values() for record in of_rank]
         return cls.of(together, num_ranks, statistics.median(slowest_turns(records)))
 
@@ -67,13 +67,13 @@ class Breakdown:
 
     @property
     def parts(self) -> tuple[float, float, float]:
-        """Milliseconds that add up to a step: computing alone, computing while tensors travel, waiting for them."""
+        """Return milliseconds that add up to a step: computing alone, computing during an exchange, waiting."""
         hidden = min(self.hidden_ms, self.compute_ms)
         return self.compute_ms - hidden, hidden, self.waited_ms
 
 
 def straggler(ranks: Mapping[int, Breakdown]) -> int | None:
-    """The rank whose own work takes longest, if that is noticeably longer than the others'."""
+    """Return the rank whose own work takes longest, if it is noticeably longer than the others'."""
     if len(ranks) < 2:
         return None
     slowest = max(ranks, key=lambda rank: ranks[rank].compute_ms)
@@ -82,7 +82,7 @@ def straggler(ranks: Mapping[int, Breakdown]) -> int | None:
 
 
 def readable_bytes(num_bytes: float) -> str:
-    """About three digits: 950 B, 12.3 kB, 4.56 MB."""
+    """Format with about three digits: 950 B, 12.3 kB, 4.56 MB."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= factor:
             value = num_bytes / factor

@@ -1,4 +1,4 @@
-"""Line and bar charts as SVG text: no library, no script, light and dark by the reader's own setting."""
+"""Draw line and bar charts as SVG text, without a library or scripts, in the reader's light or dark mode."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """What is along one side of a chart."""
+    """One axis of a chart."""
 
     label: str
     logarithmic: bool = False
 
     def place(self, value: float) -> float:
-        """`value` on the scale that is drawn; values that a logarithm does not know count as tiny."""
+        """Return `value` on the drawn scale; on a logarithmic one values of 0 and below count as tiny."""
         return math.log10(max(value, 1e-12)) if self.logarithmic else value
 
     def ticks(self, low: float, high: float) -> list[float]:
-        """Round values between the two, a handful."""
+        """Return a handful of round values between the two."""
         if not self.logarithmic:
             step = _round_step((high - low) / 5)
             first = math.ceil(low / step - 1e-9)
@@ -54,7 +54,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Curves over a common axis, with a legend; `rules` are horizontal lines with a name. A notebook draws it."""
+    """Curves over a common axis, with a legend; `rules` are named horizontal lines. Notebooks display it."""
 
     title: str
     x: Axis
@@ -63,7 +63,7 @@ class LineChart:
     rules: Sequence[tuple[str, float]] = field(default=())
 
     def to_svg(self) -> str:
-        """The whole chart; a note in its place if there is no point to draw."""
+        """Return the chart; a note instead if there are no points."""
         points = [point for line in self.lines for point in line.points if all(map(math.isfinite, point))]
         if not points:
             return _frame(self.title, [_text(WIDTH / 2, HEIGHT / 2, "nothing to draw", "middle")])
@@ -90,7 +90,7 @@ class LineChart:
 
 @dataclass(frozen=True)
 class StackedBars:
-    """A bar for each name, made of parts that have a meaning: where the time went. A notebook draws it."""
+    """A horizontal bar for each name, stacked of named parts. Notebooks display it."""
 
     title: str
     label: str
@@ -98,7 +98,7 @@ class StackedBars:
     bars: Sequence[tuple[str, Sequence[float]]]
 
     def to_svg(self) -> str:
-        """The bars lie, so that long names fit."""
+        """Return the chart; its bars are horizontal so that long names fit."""
         longest = max((sum(values) for _, values in self.bars), default=0.0)
         if not self.bars or longest <= 0:
             return _frame(self.title, [_text(WIDTH / 2, HEIGHT / 2, "nothing to draw", "middle")])
@@ -160,7 +160,7 @@ def _y_axis(axis: Axis, scale: _Scale) -> list[str]:
 
 
 def _between(placed: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Some points of the line through those given."""
+    """Return points on the line through those given."""
     return [
         (x + share * (next_x - x), y + share * (next_y - y))
         for (x, y), (next_x, next_y) in itertools.pairwise(placed)
@@ -169,7 +169,7 @@ def _between(placed: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _column_of_names(names: Sequence[str], inked: Sequence[tuple[float, float]]) -> list[str]:
-    """A legend in the corner where it covers the least of what is drawn; at the top right if it can."""
+    """Return a legend in the corner where it covers the fewest points, preferably the top right."""
     width, height = 24 + LETTER * max(map(len, names), default=0), 16 * len(names)
     corners = [(x, y) for y in (TOP + 8, HEIGHT - BOTTOM - height) for x in (WIDTH - RIGHT - width, LEFT + 12)]
 
@@ -220,6 +220,6 @@ def _number(value: float) -> str:
 
 
 def _round_step(rough: float) -> float:
-    """1, 2 or 5 times a power of ten, not much below `rough`."""
+    """Return 1, 2 or 5 times a power of ten, close to `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(mark * power for mark in (1, 2, 5, 10) if mark * power >= rough * 0.999)

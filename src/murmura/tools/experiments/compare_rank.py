@@ -29,7 +29,7 @@ PROGRESS = "progress"
 
 
 class Contestant(Protocol):
-    """Who trains in turns. `records` are of all steps so far."""
+    """A contestant that trains in turns; `records` holds all steps so far."""
 
     records: list[Record]
 
@@ -62,7 +62,7 @@ class Murmura:
 
 
 class Torch:
-    """torch's DDP on Gloo, with the optimizer of plain all-reduce. Of a step only its whole time is known."""
+    """torch's DDP on Gloo, with the optimizer of plain all-reduce. Only the total time of a step is known."""
 
     def __init__(self, transport: Transport, spec: ComparisonSpec, group: Any) -> None:
         task = task_named(spec.task, spec.seed)
@@ -95,14 +95,14 @@ class Torch:
             self.records.append(record)
 
     def consensus_distance(self) -> float:
-        return 0.0  # it averages gradients of replicas that began equal
+        return 0.0  # replicas start equal and apply the same gradients
 
     def close(self) -> None:
-        """Its group ends with the process."""
+        """Do nothing: the group ends with the process."""
 
 
 def compare_as_rank(transport: Transport, spec: ComparisonSpec, link: str, folder: Path, in_lab: bool) -> None:
-    """Train everybody on `link`, in a process that exists for this alone; leaves a run folder for each in `folder`."""
+    """Train all contestants on `link` in this dedicated process, and write a run folder for each into `folder`."""
     torch.set_num_threads(1)
     index = spec.links.index(link)
     tell = teller(transport, folder / PROGRESS)
@@ -138,11 +138,11 @@ def compare_as_rank(transport: Transport, spec: ComparisonSpec, link: str, folde
         if transport.rank == 0:
             per_step = wire_bytes[name] / spec.num_steps if in_lab else None
             run.write(_described(spec, link, name, in_lab, records[-1].logged["held_out"], distance, per_step))
-    transport.barrier()  # nobody leaves while a peer may still need it
+    transport.barrier()  # no rank may leave while a peer still needs it
 
 
 def described(name: str, num_steps: int) -> str:
-    """What a contestant is."""
+    """Describe a contestant."""
     if name == TORCH_DDP:
         return f"DistributedDataParallel of torch {torch.__version__}, gradient_as_bucket_view=True, Gloo; AdamW"
     return f"{configuration(name, num_steps)}; murmura {__version__}"

@@ -1,4 +1,4 @@
-"""What to compare: a frozen order, checked as a whole before any rank is started."""
+"""ComparisonSpec: what to compare, validated before any rank is started."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LOCAL = "local"
 TORCH_DDP = "torch DDP"
 BASELINE = "gradient_allreduce"
 BLOCK_STEPS = LOCAL_STEPS
-"""Steps that a contestant takes in its turn: a whole number of every algorithm's intervals."""
+"""Steps of a contestant's turn: a multiple of every algorithm's interval."""
 
 MAX_RANKS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSpec:
-    """Every algorithm, and torch's DDP, on the same task.
+    """A comparison of algorithms, and torch's DDP, on the same task.
 
     Attributes:
         links: rates such as "100mbit", or LOCAL for shared memory; torch's DDP then talks over loopback.
@@ -60,11 +60,11 @@ class ComparisonSpec:
 
     @property
     def evaluate_every(self) -> int:
-        """In blocks: about twenty times in a run, and after the last."""
+        """The interval of evaluations in blocks: about twenty in a run, and one after the last block."""
         return max(1, self.num_blocks // 20)
 
     def command(self) -> str:
-        """The command that repeats it."""
+        """Return the command that repeats the comparison."""
         options = {
             "task": self.task,
             "algorithms": self.algorithms,
@@ -78,7 +78,7 @@ class ComparisonSpec:
 
 
 def parse_link(text: str) -> str:
-    """A rate, or LOCAL, as it is written in reports."""
+    """Return a rate, or LOCAL, as reports print it."""
     link = text.strip().lower().replace(" ", "")
     if link != LOCAL:
         parse_rate(link)

@@ -1,4 +1,4 @@
-"""The comparison: which way of synchronising reaches a loss first, on which link, and what it sends for that.
+"""Compare which algorithm reaches a loss first on which link, and how many bytes it sends.
 
 `run_comparison` starts the ranks, a world for each link, and reads what they left; the rest is arithmetic on `Run`s.
 The JSON form has the fields of `Row` and `Comparison`, and "schema_version": 1.
@@ -29,9 +29,9 @@ from murmura.tools.lab import Hosts
 from murmura.tools.progress import Tell, silent, watching
 from murmura.transports.decorators.throttled import parse_rate
 
-STEP_SECONDS = 60.0  # a world that takes longer than this for a step of each contestant is stuck
-SOUND = 1.1  # times the loss of plain all-reduce: who ends above has not learnt as well
-APART = 1.25  # times: predicted step times closer than this may come in any order
+STEP_SECONDS = 60.0  # per step of all contestants; a world that takes longer is considered hung
+SOUND = 1.1  # times the loss of plain all-reduce: a contestant that ends above it has not learnt as well
+APART = 1.25  # the ratio of predicted step times below which their order is not checked
 SCHEMA_VERSION = 2
 
 
@@ -88,7 +88,7 @@ class Comparison:
 
 
 def run_comparison(spec: ComparisonSpec, folder: Path, on_progress: Tell = silent) -> tuple[Comparison, list[Run]]:
-    """Carry out `spec`; every contestant leaves a run folder in `folder`. `on_progress` is called from a thread."""
+    """Run the comparison; every contestant writes a run folder into `folder`. `on_progress` is called from a thread."""
     notes = {}
     with watching(folder / PROGRESS, on_progress):
         for link in spec.links:
@@ -101,7 +101,7 @@ def run_comparison(spec: ComparisonSpec, folder: Path, on_progress: Tell = silen
 
 
 def _run_link(spec: ComparisonSpec, link: str, folder: Path) -> str:
-    """Run the world of `link`; returns how the link was made."""
+    """Run the world of `link` and return how the link was made."""
     what = f"the comparison on {link}"
     if link == LOCAL:
         ranks.run_here(what, compare_as_rank, spec.ranks, spec, link, folder, False)
@@ -120,11 +120,11 @@ def _run_link(spec: ComparisonSpec, link: str, folder: Path) -> str:
     return "Gloo between hosts in network namespaces"
 
 
-# What the runs amount to
+# Evaluating the runs
 
 
 def compared(spec: ComparisonSpec, runs: Sequence[Run], notes: dict[str, str]) -> Comparison:
-    """Rows and verdicts of runs that were made just now on this machine."""
+    """Return the comparison of runs that were just made on this machine."""
     target = spec.target if spec.target is not None else common_target(runs)
     num_parameters = runs[0].result["num_parameters"]
     rows = tuple(row_of(run, target, num_parameters) for run in runs)
@@ -137,7 +137,7 @@ def compared(spec: ComparisonSpec, runs: Sequence[Run], notes: dict[str, str]) -
 
 
 def common_target(runs: Sequence[Run]) -> float:
-    """The loss that all reach who learn about as well as plain all-reduce; if that is not there, as the best."""
+    """Return a loss reached by all that learn about as well as plain all-reduce, or as the best if that is missing."""
     finals = {(run.settings["algorithm"]): run.result["loss"] for run in runs}
     plain = finals.get(BASELINE, finals.get(TORCH_DDP, min(finals.values())))
     return float(max(run.result["loss"] for run in runs if run.result["loss"] <= SOUND * plain))
@@ -168,7 +168,7 @@ def row_of(run: Run, target: float, num_parameters: int) -> Row:
 
 
 def formula_bytes(contestant: str, num_parameters: int, num_ranks: int) -> float:
-    """What a rank sends in most of its steps: those of QAdam after its warm-up."""
+    """Return the bytes that a rank sends in most steps: for QAdam those after its warm-up."""
     return bytes_per_step(_algorithm(contestant), num_parameters, num_ranks)
 
 
@@ -177,12 +177,12 @@ def _algorithm(contestant: str) -> Algorithm:
 
 
 def evaluations(run: Run) -> list[tuple[int, float]]:
-    """Steps done, and the held-out loss then."""
+    """Return pairs of steps done and held-out loss."""
     return [(each.step + 1, each.logged["held_out"]) for each in run.records[0] if "held_out" in each.logged]
 
 
 def predicted_ms(row: Row, compute_ms: float) -> tuple[float, float]:
-    """Bounds of a step's time by the formula: so much computing, and the bytes on the link.
+    """Return bounds of the predicted step time: computing, and sending the bytes over the link.
 
     Both are the same but for algorithms whose exchange travels while the next gradients are computed: how much of it
     that hides is left open.
@@ -194,7 +194,7 @@ def predicted_ms(row: Row, compute_ms: float) -> tuple[float, float]:
 
 
 def contradictions(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Pairs of one link whose step times come in another order than the formulas say, though these are far apart."""
+    """Return pairs on one link whose measured step times contradict clearly different predictions."""
     compute_ms = statistics.median(row.compute_ms for row in rows if row.compute_ms is not None)
     wrong = []
     for one, other in itertools.permutations(rows, 2):
@@ -206,7 +206,7 @@ def contradictions(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
 
 
 def verdict(rows: Sequence[Row], spec: ComparisonSpec, target: float, num_parameters: int) -> str:
-    """One sentence: what to use on this link, and why."""
+    """Return one sentence: which algorithm to use on this link, and why."""
     own = [row for row in rows if row.contestant != TORCH_DDP]
     link = "within this machine" if own[0].link == LOCAL else f"at {own[0].link}"
     what = f"For {spec.task} ({num_parameters / 1e6:.2g} M parameters) with {spec.ranks} ranks {link}"

@@ -1,4 +1,4 @@
-"""Does an algorithm learn as well as plain all-reduce in the same number of steps? One experiment, one table."""
+"""The convergence experiment: the loss of each algorithm after the same number of steps as plain all-reduce."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVALUATIONS = 20
 
 @dataclass(frozen=True)
 class Curve:
-    """How one algorithm did on one task in a world of `ranks`; `configuration` says what its name stands for."""
+    """The loss curve of one algorithm on one task with `ranks` ranks; `configuration` describes the algorithm."""
 
     task: str
     algorithm: str
@@ -48,7 +48,7 @@ def run_convergence(
     steps: int,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> list[Curve]:
-    """A curve for each; all-reduce is always among them, because the others are measured against it."""
+    """Return a curve for each algorithm; all-reduce is always included as the reference."""
     curves = []
     for task in tasks:
         for size in ranks:
@@ -78,7 +78,7 @@ def _learn(transport: Transport, task: str, algorithm: str, steps: int) -> tuple
     return list(points), list(points.values()), distance
 
 
-# What it amounts to
+# Reporting the curves
 
 
 def to_json(curves: Sequence[Curve]) -> str:
@@ -86,7 +86,7 @@ def to_json(curves: Sequence[Curve]) -> str:
 
 
 def with_table(page: str, curves: Sequence[Curve]) -> str:
-    """`page` with another table between its two marks."""
+    """Return `page` with the table between its two marks replaced."""
     before, _, after = page.split(MARK)
     return f"{before}{MARK}\n{table(curves)}\n\n{beyond(curves)}\n{MARK}{after}"
 
@@ -99,7 +99,7 @@ def by_world(curves: Sequence[Curve]) -> dict[tuple[str, int], list[Curve]]:
 
 
 def table(curves: Sequence[Curve]) -> str:
-    """Markdown: a row an algorithm, a column a world; in brackets the ratio to all-reduce's loss."""
+    """Return a Markdown table: one row per algorithm, one column per world, the ratio to all-reduce in brackets."""
     worlds = by_world(curves)
     header = ["algorithm", *(f"{task}, {ranks} ranks" for task, ranks in worlds), "configuration"]
     rows = [header, ["---", *("---:" for _ in worlds), "---"]]
@@ -111,7 +111,7 @@ def table(curves: Sequence[Curve]) -> str:
 
 
 def beyond(curves: Sequence[Curve]) -> str:
-    """In a sentence: which curves end further above all-reduce's than they should."""
+    """Return a sentence that names the curves whose final loss exceeds the tolerance."""
     worlds: dict[str, list[str]] = {}
     for curve in curves:
         if curve.ratio > TOLERANCE:
@@ -121,7 +121,7 @@ def beyond(curves: Sequence[Curve]) -> str:
 
 
 def chart(curves: Sequence[Curve]) -> str:
-    """The curves of one world, as SVG."""
+    """Return a chart of the curves of one world, as SVG."""
     first = curves[0]
     return LineChart(
         f"{TITLES.get(first.task, first.task)}, {first.ranks} ranks",

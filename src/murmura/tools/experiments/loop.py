@@ -40,7 +40,7 @@ class TrainingLoop:
         self._held_out = task.held_out()
 
     def advance(self) -> float:
-        """Take one step; returns the loss on this rank's batch."""
+        """Take one step and return the loss on this rank's batch."""
         inputs, targets = self.task.batch(self._rank, self.step)
         self.optimizer.zero_grad()
         loss = self.task.loss(self.model(inputs), targets)
@@ -53,7 +53,7 @@ class TrainingLoop:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The loss, on data nobody trains on, of the mean of all replicas. Collective."""
+        """Return the held-out loss of the mean of all replicas. Collective."""
         self.model.eval()
         try:
             with self._mean_of_replicas():
@@ -63,7 +63,7 @@ class TrainingLoop:
         return float(torch.stack(losses).mean())
 
     def _mean_of_replicas(self) -> AbstractContextManager[None]:
-        """Inside it the model is the mean; nothing to do where replicas are equal."""
+        """Hold the mean of the replicas in the model; a no-op if replicas are equal."""
         return contextlib.nullcontext()
 
 
@@ -87,6 +87,6 @@ class Training(TrainingLoop):
 
 
 def _share_of_learning_rate(step: int, steps: int) -> float:
-    """A short ramp up, then down to a tenth along a cosine."""
+    """A short linear warm-up, then a cosine decay to a tenth."""
     ramp = min(1.0, (step + 1) / RAMP_STEPS)
     return ramp * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / max(1, steps))))

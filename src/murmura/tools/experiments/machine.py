@@ -1,4 +1,4 @@
-"""The machine that something was measured on, as every report and run names it."""
+"""Machine describes where something was measured, for reports and runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Machine:
 
 
 def available_bytes(proc: Path = Path("/proc")) -> int | None:
-    """The memory that a new program can have without swapping; None if the system does not say."""
+    """Return the memory available without swapping; None if unknown."""
     try:
         lines = (proc / "meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -46,7 +46,7 @@ def available_bytes(proc: Path = Path("/proc")) -> int | None:
 
 
 def physical_bytes() -> int | None:
-    """The memory of the machine; None if the system does not say."""
+    """Return the memory of the machine; None if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not a POSIX system, or one that does not say

@@ -14,11 +14,11 @@ from murmura.errors import ConfigError
 from murmura.tools.options import one_of, parse_list
 
 WARMUP_SHARE = 0.2
-"""Of QAdam's steps: the second moment is kept as it is afterwards, so it must be worth keeping."""
+"""The share of QAdam's steps used for warm-up; its second moment is frozen afterwards, so it must be accurate."""
 
 
 def optimizer_for(algorithm: str, module: nn.Module, learning_rate: float, steps: int) -> Optimizer:
-    """The optimizer that `algorithm` is tried with in a run of so many steps."""
+    """Return the optimizer for `algorithm` in a run of `steps` steps."""
     if algorithm == "qadam":
         return QAdamOptimizer(module.parameters(), lr=learning_rate, warmup_steps=warmup_steps(steps))
     return AdamW(module.parameters(), lr=learning_rate, weight_decay=0.0)
@@ -29,20 +29,20 @@ def warmup_steps(steps: int) -> int:
 
 
 def described(algorithm: Algorithm) -> str:
-    """An algorithm with every choice it makes: what its name stands for."""
+    """Return an algorithm's full configuration as text."""
     choices = ((field.name, getattr(algorithm, field.name)) for field in dataclasses.fields(algorithm))
     words = ", ".join(f"{name}={value.value if isinstance(value, Enum) else value!r}" for name, value in choices)
     return f"{type(algorithm).__name__}({words})"
 
 
 def configuration(algorithm: str, steps: int) -> str:
-    """What the name stands for in a run of so many steps, as every report prints it."""
+    """Return the configuration that a name means in a run of `steps` steps, as reports print it."""
     optimizer = f"QAdamOptimizer(warmup_steps={warmup_steps(steps)})" if algorithm == "qadam" else "AdamW"
     return f"{described(algorithm_named(algorithm))}, {optimizer}"
 
 
 def parse_algorithms(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Names from options that may each hold several, separated by commas; "all" is every one of them."""
+    """Parse comma-separated lists of names; "all" is every algorithm."""
     known = algorithm_names()
     chosen = parse_list(names, one_of(["all", *known], "--algorithms"))
     if not chosen:

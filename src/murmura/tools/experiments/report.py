@@ -1,4 +1,4 @@
-"""Runs as one HTML file that needs nothing but itself: no script, no font, no picture, no network.
+"""Write runs as one self-contained HTML file, without scripts, external fonts or pictures.
 
 A policy in the page forbids the browser to fetch anything. Light and dark follow the reader's own setting.
 """
@@ -52,7 +52,7 @@ dd { margin: 0; overflow-wrap: anywhere; }
 
 @dataclass(frozen=True)
 class Table:
-    """Words in rows, the first column to the left; row `best` stands out."""
+    """A table of text, the first column left-aligned; row `best` is highlighted."""
 
     title: str
     columns: Sequence[str]
@@ -73,7 +73,7 @@ class Table:
 
 
 def report(title: str, runs: Sequence[Run], verdicts: Iterable[str] = (), tables: Iterable[Table] = ()) -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [f'<p class="verdict">{escape(each)}</p>' for each in verdicts]
     parts += [table.to_html() for table in tables]
     groups: dict[str, list[Run]] = {}
@@ -145,20 +145,20 @@ def _charts(runs: Sequence[Run]) -> str:
 
 
 class Point(NamedTuple):
-    """Held-out loss, and what it took to come to it."""
+    """A held-out loss, and the steps, seconds and bytes until then."""
 
     steps: int
-    seconds: float  # spent in steps, the mean of all ranks
-    megabytes: float  # sent by a rank, likewise
+    seconds: float  # time in steps, the mean over ranks
+    megabytes: float  # sent by a rank, the mean over ranks
     loss: float
 
 
 def curve(run: Run) -> list[Point]:
-    """From before the first step to the last evaluation."""
+    """Return the evaluations, from before the first step to the last."""
     ranks = list(run.records.values())
     points: list[Point] = []
     seconds = megabytes = 0.0
-    for together in zip(*ranks, strict=False):  # a run that goes on may be a step further on some ranks
+    for together in zip(*ranks, strict=False):  # in a running run some ranks may be a step ahead
         first = together[0]
         if "first_loss" in first.logged:
             points.append(Point(first.step, 0.0, 0.0, first.logged["first_loss"]))
@@ -170,12 +170,12 @@ def curve(run: Run) -> list[Point]:
 
 
 def _worth_drawing(points: list[Point]) -> list[Point]:
-    """Without the loss of the untrained model where that would press all the rest together."""
+    """Leave out the loss of the untrained model if it would compress the rest of the chart."""
     return points[1:] if len(points) > WORTH_DRAWING else points
 
 
 def _parts(run: Run) -> list[float]:
-    """Milliseconds of `PARTS`, or one number more where nobody measured the parts."""
+    """Return the milliseconds of `PARTS`, or the total as an additional part if they were not measured."""
     step = Breakdown.of_run(run.records, run.num_ranks)
     return list(step.parts) if _is_split(run) else [0.0, 0.0, 0.0, step.step_ms]
 
@@ -185,7 +185,7 @@ def _is_split(run: Run) -> bool:
 
 
 def _short_names(runs: Sequence[Run]) -> list[str]:
-    """The algorithms' if these tell the runs apart, else the runs'."""
+    """Return the algorithms' names if they are distinct, otherwise the runs'."""
     algorithms = [str(run.settings["algorithm"]) for run in runs]
     return algorithms if len(set(algorithms)) == len(runs) else [run.name for run in runs]
 
@@ -239,7 +239,7 @@ def _rank_charts(run: Run, ranks: dict[int, Breakdown]) -> str:
 
 
 def _thinned(run: Run, rank: int) -> list[tuple[float, float]]:
-    """Step times, each the mean of some neighbours where there are many."""
+    """Return step times, averaged over neighbours if there are many."""
     records = run.records[rank]
     width = -(-len(records) // SMOOTHED)
     groups = [records[begin : begin + width] for begin in range(0, len(records), width)]

@@ -1,4 +1,4 @@
-"""A training run from its settings to its folder: `train` starts the ranks, `train_as_rank` is what each does."""
+"""Run a training from its settings: `train` starts the ranks, and each calls `train_as_rank`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
+from murmura.checkpoint import Checkpointer
+from murmura.checkpoint.stateful import Stateful
 from murmura.errors import ConfigError
 from murmura.launch import run_world
 from murmura.observe import JSONLines, Observer, merge_traces
-from murmura.recovery import Checkpointer
-from murmura.recovery.stateful import Stateful
 from murmura.tools.experiments.loop import Training
 from murmura.tools.experiments.runs import FAILED, FINISHED, INTERRUPTED, RUNNING, RunFolder, described
 from murmura.tools.experiments.settings import TrainSettings
@@ -26,16 +26,16 @@ KEEP = 3  # checkpoints
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has come to, the same on every rank."""
+    """The result of a run, equal on all ranks."""
 
     loss: float  # of the mean model, held out
     consensus_distance: float
-    seconds: float  # since the ranks met
+    seconds: float  # since the ranks connected
     steps_taken: int  # since then
 
 
 def first_step(folder: RunFolder) -> int:
-    """The step of the newest checkpoint of a run, from which it goes on; a `ConfigError` if there is none."""
+    """Return the step of a run's newest checkpoint, to resume from; a `ConfigError` if there is none."""
     latest = Checkpointer(folder.checkpoints).latest() if folder.checkpoints.is_dir() else None
     if latest is None:
         raise ConfigError(f"the run in {folder.path} has left no checkpoint, so it cannot be resumed. Start a new one.")
@@ -49,7 +49,7 @@ def train(
     start: int = 0,
     trace: Path | None = None,
 ) -> Outcome:
-    """Carry out a run, or go on with it from the checkpoint of step `start`; must be called in the main thread.
+    """Run a training, or resume it from the checkpoint of step `start`; must be called in the main thread.
 
     Whatever ends it, run.json says so before the exception comes out. `trace` is a file for Perfetto.
     """
@@ -94,7 +94,7 @@ def train(
 def train_as_rank(
     transport: Transport, settings: TrainSettings, folder: RunFolder, start: int, traces: Path | None
 ) -> Outcome:
-    """What every rank does."""
+    """Train on one rank."""
     began = time.monotonic()
     if settings.bandwidth is not None:
         transport = ThrottledTransport(transport, settings.bandwidth)
@@ -129,5 +129,5 @@ def train_as_rank(
 
 
 def _evaluate(training: Training) -> dict[str, float]:
-    """Collective; as an `Observer` logs it."""
+    """Return what an `Observer` logs at an evaluation. Collective."""
     return {"held_out": training.evaluate(), "consensus": training.ddp.consensus_distance()}

@@ -1,4 +1,4 @@
-"""A run on disk: what it was asked to do, what every rank measured, and where it stands.
+"""The folder of a run: its settings, the records of every rank, and its state.
 
     run.json                        settings, configuration (what the algorithm's name stands for), machine, status,
                                     result
@@ -32,7 +32,7 @@ RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "
 
 
 def make_folder(path: Path) -> None:
-    """A folder to write to, with those above it; a `ConfigError` where there can be none."""
+    """Make a folder and its parents; a `ConfigError` if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".probe"
@@ -44,13 +44,13 @@ def make_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The places in a run's folder."""
+    """The paths in a run's folder."""
 
     path: Path
 
     @classmethod
     def create(cls, path: Path) -> RunFolder:
-        """A new one; a `ConfigError` where a run is already, or none can be."""
+        """Make a new folder; a `ConfigError` if it holds a run already or cannot be made."""
         if (path / FILE).exists():
             raise ConfigError(f"{path} holds a run already. Go on with it (--resume {path}), or name another folder.")
         make_folder(path)
@@ -65,17 +65,17 @@ class RunFolder:
         return self.path / "metrics"
 
     def part(self, step: int) -> Path:
-        """Where the records of a start at `step` go."""
+        """Return the folder for the records of a start at `step`."""
         return self.metrics / f"{PART}{step:09}"
 
     def forget_after(self, step: int) -> None:
-        """Remove the records of starts after `step`: the run goes on from there."""
+        """Remove the records of starts after `step`, from which the run resumes."""
         for path in self.metrics.glob(f"{PART}*"):
             if _begin(path) > step:
                 shutil.rmtree(path)
 
     def write(self, run: Mapping[str, Any]) -> None:
-        """Replace run.json, which is there as a whole at every instant."""
+        """Replace run.json atomically."""
         partial = self.path / f".{FILE}.partial"
         try:
             partial.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **run}, indent=2) + "\n", encoding="utf-8")
@@ -86,7 +86,7 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class Run:
-    """What stands in a run's folder.
+    """The contents of a run's folder.
 
     Attributes:
         records: by rank, in the order of steps; of a step that was taken twice, the later one. A rank has at least one.
@@ -107,7 +107,7 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> Run:
-        """A `ConfigError` says what is missing in `path`, or wrong."""
+        """Read the run in `path`; a `ConfigError` says what is missing or wrong."""
         told = read_run_file(path)
         try:
             records = _records(path / "metrics")
@@ -126,7 +126,7 @@ class Run:
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
-    """What run.json in `path` says; a `ConfigError` if there is none that this version reads."""
+    """Return the contents of run.json in `path`; a `ConfigError` if this version cannot read it."""
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path}. Name the folder of a run, as `murmura train` printed it.")
     try:
@@ -144,7 +144,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
 
 
 def settings_of(path: Path) -> TrainSettings:
-    """Those of the run in `path`, to go on with it."""
+    """Return the settings of the run in `path`, to resume it."""
     told = read_run_file(path)
     try:
         return TrainSettings(**told["settings"])

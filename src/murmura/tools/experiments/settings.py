@@ -21,14 +21,14 @@ TRANSPORTS = (
     TransportKind.GLOO,
     TransportKind.HIERARCHICAL,
 )
-"""How the ranks of a run may be joined: threads for IN_PROCESS, processes of this machine for the others."""
+"""The transports of a run: threads for IN_PROCESS, processes of this machine for the others."""
 
 MAX_RANKS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """What a run does; a `ConfigError` names every field that is wrong.
+    """The settings of a run; a `ConfigError` names every wrong field.
 
     Attributes:
         bandwidth: of each rank's link, "100mbit"; None is no limit.
@@ -69,7 +69,7 @@ class TrainSettings:
 
     @property
     def evaluate_every(self) -> int:
-        """In steps: about twenty times in a run."""
+        """The interval of evaluations in steps: about twenty in a run."""
         return max(1, self.steps // 20)
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class TrainSettings:
         return f"{self.task}, {self.algorithm}, {ranks}, {self.transport}{link}"
 
     def differences(self, given: Mapping[str, Any]) -> list[str]:
-        """The names in `given` that would make another run of this one."""
+        """Return the names in `given` that differ from this run's settings."""
         return [name for name, value in given.items() if getattr(self, name) != value]
 
 
@@ -86,12 +86,12 @@ NAMES = tuple(field.name for field in dataclasses.fields(TrainSettings))
 
 
 def merged(config: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a TOML file, under those of `flags` that are not None."""
+    """Merge the settings of a TOML file with `flags`; flags that are not None take precedence."""
     return {**(read_toml(config) if config else {}), **{name: v for name, v in flags.items() if v is not None}}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The settings in a file; a `ConfigError` for whatever is not one."""
+    """Read the settings in a file; a `ConfigError` for anything else in it."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the experiments train on: data made here or shipped with Python, and models small enough for two cores.
+"""The tasks of the experiments: data generated or shipped with Python, and models small enough for two cores.
 
 A batch is a pure function of the rank and the step, so a run that is resumed at a step sees what it would have seen.
 """
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from murmura.errors import ConfigError
-from murmura.tools.experiments.texts import VOCABULARY, documentation
+from murmura.tools.experiments.python_docs import VOCABULARY, python_docs
 from murmura.tools.experiments.transformer import Transformer, initialise
 
 Batch = tuple[Tensor, Tensor]
 HELD_OUT = -1
-"""The rank whose batches no rank trains on."""
+"""The number of a virtual rank whose batches are held out."""
 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A model, its data on each rank, and how well it does.
+    """A model, its data on each rank, and its loss.
 
     Attributes:
         learning_rate: of AdamW, for a batch of `batch_size` on each rank.
@@ -39,23 +39,23 @@ class Task(ABC):
 
     @property
     def floor(self) -> float | None:
-        """The least loss that any model can reach, where it is known."""
+        """The lowest possible loss, if it is known."""
         return None
 
     def model(self) -> nn.Module:
-        """The model, with the same weights on every call."""
+        """Return the model, with the same weights on every call."""
         model = self._model()
         initialise(model, self.seed)
         return model
 
     def batch(self, rank: int, step: int) -> Batch:
-        """Inputs and targets of `rank` at `step`."""
-        # Mixed, because torch's generator takes 32 bits of a seed, and near seeds give near beginnings.
+        """Return the inputs and targets of `rank` at `step`."""
+        # Hashed, because torch's generator uses 32 bits of a seed, and similar seeds give similar first numbers.
         (number,) = np.random.SeedSequence([self.seed, rank - HELD_OUT, step]).generate_state(1)
         return self._batch(rank, torch.Generator().manual_seed(int(number)))
 
     def held_out(self) -> Sequence[Batch]:
-        """What models are judged by."""
+        """Return the batches on which models are evaluated."""
         return [self.batch(HELD_OUT, step) for step in range(8)]
 
     @abstractmethod
@@ -79,13 +79,13 @@ class Markov(Task):
 
     @cached_property
     def transitions(self) -> Tensor:
-        """P[a, b, c]: how likely c follows a, b."""
+        """P[a, b, c]: the probability that c follows a, b."""
         generator = torch.Generator().manual_seed(self.seed)
         return torch.softmax(2 * torch.randn((self.symbols,) * 3, generator=generator, dtype=torch.float64), dim=-1)
 
     @cached_property
     def pairs(self) -> Tensor:
-        """How likely each pair of symbols is in a long text: the stationary distribution over P."""
+        """The probability of each pair of symbols: the stationary distribution of P."""
         likely = torch.full((self.symbols, self.symbols), 1 / self.symbols**2, dtype=torch.float64)
         for _ in range(1000):
             likely = torch.einsum("ab,abc->bc", likely, self.transitions)
@@ -115,7 +115,7 @@ class Markov(Task):
 
 @dataclass(frozen=True)
 class Teacher(Task):
-    """An MLP learns what another MLP says, with noise, on inputs that are centred elsewhere on every rank.
+    """An MLP learns the noisy outputs of another MLP, on inputs with a different centre on every rank.
 
     Shards are not alike, as with data that stays where it was collected. The variance of the noise is the floor.
     """
@@ -143,7 +143,7 @@ class Teacher(Task):
 
     def _batch(self, rank: int, generator: torch.Generator) -> Batch:
         inputs = torch.randn(self.batch_size, self.width, generator=generator)
-        if rank == HELD_OUT:  # of every rank's kind, as many as there may be
+        if rank == HELD_OUT:  # a mixture of all ranks' inputs
             centres = torch.randint(8, (self.batch_size,), generator=generator).tolist()
         else:
             centres = [rank] * self.batch_size
@@ -163,7 +163,7 @@ class Teacher(Task):
 
 @dataclass(frozen=True)
 class CharLM(Task):
-    """A transformer reads Python's own documentation, character by character."""
+    """A transformer predicts Python's documentation character by character."""
 
     batch_size: int = 8
     learning_rate: float = 2e-3
@@ -175,7 +175,7 @@ class CharLM(Task):
         return Transformer(len(VOCABULARY), self.context, self.width, self.layers, heads=4)
 
     def _batch(self, rank: int, generator: torch.Generator) -> Batch:
-        text = documentation()
+        text = python_docs()
         split = len(text) * 9 // 10
         part = text[split:] if rank == HELD_OUT else text[:split]
         starts = torch.randint(len(part) - self.context - 1, (self.batch_size,), generator=generator)
@@ -196,7 +196,7 @@ TASKS: dict[str, type[Task]] = {"charlm": CharLM, "markov": Markov, "mlp": Teach
 
 
 def task_named(name: str, seed: int = 0) -> Task:
-    """The task of that name."""
+    """Return the task of that name."""
     if name not in TASKS:
         raise ConfigError(f"task {name!r} is unknown. Known: {', '.join(map(repr, TASKS))}.")
     return TASKS[name](seed=seed)  # type: ignore[call-arg]  # each has defaults for the rest

@@ -1,4 +1,4 @@
-"""How many bytes a rank sends: for what an `Observer` counted, and, by formula, for each algorithm.
+"""Compute how many bytes a rank sends: from an `Observer`'s counts, and by a formula for each algorithm.
 
 n is the number of ranks, P the number of parameters, of four bytes each. A ring's all-reduce of b bytes sends
 2 (n - 1) / n b from every rank; an all-to-all (n - 1) / n b, for a rank keeps its own chunk.
@@ -29,7 +29,7 @@ ELEMENT_BYTES = 4
 
 
 def wire_bytes(operations: Mapping[str, int], num_ranks: int) -> float:
-    """What a rank sends for the bytes that it gave to each operation, if collectives are rings."""
+    """Return the bytes that a rank sends for those passed to each operation, if collectives are rings."""
     n = num_ranks
     if n == 1:
         return 0.0
@@ -44,7 +44,7 @@ def wire_bytes(operations: Mapping[str, int], num_ranks: int) -> float:
 
 
 def bytes_per_step(algorithm: Algorithm, num_parameters: int, num_ranks: int) -> float:
-    """What a rank sends in a step on average, by the algorithm's formula; of QAdam's, after its warm-up."""
+    """Return the mean bytes that a rank sends per step by the algorithm's formula; for QAdam after its warm-up."""
     n, whole = num_ranks, ELEMENT_BYTES * num_parameters
     if n == 1:
         return 0.0
@@ -58,7 +58,7 @@ def bytes_per_step(algorithm: Algorithm, num_parameters: int, num_ranks: int) ->
         case DecentralizedAlgorithm(peer_selection_mode=PeerSelection.ALL, communication_interval=interval):
             return ring * whole / interval
         case DecentralizedAlgorithm(communication_interval=interval):
-            return whole * (n - n % 2) / n / interval  # of an odd number one rests
+            return whole * (n - n % 2) / n / interval  # with an odd number one rank has no peer
         case LowPrecisionDecentralizedAlgorithm(communication_interval=interval):
             return min(2, n - 1) * eight_bits / interval
         case AsyncModelAverageAlgorithm(sync_interval_rounds=int(interval)):

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class Transformer(nn.Module):
-    """Pre-norm blocks of causal attention and a four times wider MLP, over texts of at most `context` symbols."""
+    """Pre-norm blocks of causal attention and a four times wider MLP, over sequences of at most `context` symbols."""
 
     def __init__(self, vocabulary: int, context: int, width: int, layers: int, heads: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Hosts and slow networks simulated on one machine, by network namespaces: for tests, benchmarks and the curious."""
+"""Simulate hosts and slow networks on one machine with network namespaces, for tests and benchmarks."""
 
 from murmura.tools.lab.hosts import Hosts
 from murmura.tools.lab.network import Counters, Host

@@ -1,4 +1,4 @@
-"""Hosts: a handful of simulated hosts for as long as a `with` block lasts."""
+"""Hosts: simulated hosts that exist as long as a `with` block lasts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Hosts"]
 
 
 class Hosts(Sequence[Host]):
-    """`n` network namespaces joined by links of `rate` ("100mbit", "1gbit"; None: as fast as the kernel can).
+    """`n` network namespaces connected by links of `rate` ("100mbit", "1gbit"; None: no limit).
 
-    To murmura and to torch they are hosts of their own, with addresses of their own. They need root and iproute2, add
-    nothing to the machine's own network and have no way out to it. `close` ends every process in them and removes
-    them; if this process is killed first, the next lab on this machine does.
+    For murmura and torch they are separate hosts with their own addresses. They need root and iproute2, and are not
+    connected to the machine's own network. `close` stops every process in them and removes them; if this process is
+    killed first, the next lab on this machine does.
     """
 
     def __init__(self, n: int, rate: str | None = None) -> None:
@@ -43,22 +43,22 @@ class Hosts(Sequence[Host]):
     ) -> list[str]:
         """Run `command` on every host, `ranks_per_host` times each, as the ranks of one world.
 
-        They find the variables that torchrun sets, so that `murmura.connect()` joins them; `env` is added. With
-        `capture` each rank's standard output is returned, in rank order; else it goes where this process's goes.
-        If a rank fails, the others are ended and `PeerLost` tells which; after `timeout` seconds `PeerTimeout`.
+        The ranks get the variables that torchrun sets, for `murmura.connect()`, and those of `env`. With `capture` each
+        rank's standard output is returned, in rank order; otherwise it goes to that of this process. If a rank fails,
+        the others are stopped and a `PeerLost` names it; after `timeout` seconds a `PeerTimeout` is raised.
         """
         return running.run(
             self._hosts, command, ranks_per_host=ranks_per_host, env=env, capture=capture, timeout=timeout
         )
 
     def shape(self, rate: str) -> None:
-        """Give every link another rate, also while something runs on the hosts."""
+        """Change the rate of every link, also while something runs on the hosts."""
         network.check(len(self), rate)
         network.shape(self._lab, self._hosts, rate)
         self.rate = rate
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop all processes on the hosts and remove them; idempotent."""
         namespaces.remove(namespaces.labs().get(self._lab, []))
 
     def __enter__(self) -> Self:

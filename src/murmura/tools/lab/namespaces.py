@@ -1,7 +1,7 @@
-"""Network namespaces of this library's making: their names, their owners and the processes in them.
+"""The network namespaces that labs consist of: their names, their owners and the processes in them.
 
-A name says which process made the namespace, by pid and start time, so that what a killed process left behind can be
-told from what a living one uses. No other namespace is ever touched.
+A name holds the pid and start time of the process that made the namespace, so that those of killed processes can be
+recognised and removed. No other namespace is ever touched.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from murmura.errors import UsageError
 
 FOLDER = Path("/run/netns")  # where iproute2 keeps the names
 COMMAND_SECONDS = 20.0
-PATIENCE_SECONDS = 2.0  # for a process that was asked to end, and then for one that was killed
+STOP_SECONDS = 2.0  # for a process to end after SIGTERM, and again after SIGKILL
 _NAME = re.compile(r"(murmura-([0-9]+)-([0-9]+)-[0-9a-f]{6})-(?:switch|h[0-9]+)")
 
 
 def check_tools() -> None:
-    """A `UsageError` where namespaces cannot be made."""
+    """Raise a `UsageError` where namespaces cannot be made."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         raise UsageError(
@@ -42,7 +42,7 @@ def check_tools() -> None:
 
 
 def command(*words: str) -> str:
-    """Run `ip` or `tc` and return what it printed; a `UsageError` tells what it complained of."""
+    """Run `ip` or `tc` and return its output; a `UsageError` holds its error message."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_SECONDS)
     except subprocess.TimeoutExpired:
@@ -58,12 +58,12 @@ def command(*words: str) -> str:
 
 
 def new_lab() -> str:
-    """A name for a lab of this process, which all its namespaces begin with."""
+    """Return a new name for a lab of this process, the prefix of its namespaces."""
     return f"murmura-{os.getpid()}-{_start_time(os.getpid())}-{uuid.uuid4().hex[:6]}"
 
 
 def labs() -> dict[str, list[str]]:
-    """The namespaces of every lab on this machine, by lab."""
+    """Return the namespaces of every lab on this machine, by lab."""
     found: dict[str, list[str]] = {}
     names = sorted(each.name for each in FOLDER.iterdir()) if FOLDER.is_dir() else []
     for name in names:
@@ -79,7 +79,7 @@ def owner_lives(lab: str) -> bool:
 
 
 def _start_time(pid: int) -> str:
-    """In the kernel's ticks; with the pid it names a process for good. Empty if it has ended."""
+    """Return the start time in kernel ticks, which with the pid is unique; empty if the process has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:
@@ -88,7 +88,7 @@ def _start_time(pid: int) -> str:
 
 
 def remove(names: Iterable[str]) -> None:
-    """End every process in these namespaces, then remove them; one that is gone is no fault."""
+    """Stop every process in these namespaces and remove them; missing ones are ignored."""
     names = list(names)
     _end_processes(names)
     for name in names:
@@ -100,7 +100,7 @@ def _end_processes(names: list[str]) -> None:
     own = os.stat("/proc/self/ns/net").st_ino
     inodes = set()
     for name in names:
-        with contextlib.suppress(OSError):  # gone meanwhile
+        with contextlib.suppress(OSError):  # removed meanwhile
             inodes.add((FOLDER / name).stat().st_ino)
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         fds = _processes_in(inodes - {own})
@@ -115,7 +115,7 @@ def _end_processes(names: list[str]) -> None:
 
 
 def _processes_in(inodes: set[int]) -> list[int]:
-    """A pidfd for each process in one of these network namespaces."""
+    """Return a pidfd for each process in one of these network namespaces."""
     fds = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -126,7 +126,7 @@ def _processes_in(inodes: set[int]) -> list[int]:
 
 
 def _await_ends(fds: list[int]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + STOP_SECONDS
     waiting = set(fds)
     while waiting and (left := deadline - time.monotonic()) > 0:
         poll = select.poll()

@@ -23,7 +23,7 @@ MAX_HOSTS = 250
 
 @dataclass(frozen=True)
 class Counters:
-    """What an interface has carried since it was made, as the kernel counts it: with Ethernet and IP headers."""
+    """The kernel's counters of an interface since it was made; bytes include Ethernet and IP headers."""
 
     rx_bytes: int
     tx_bytes: int
@@ -31,7 +31,7 @@ class Counters:
     tx_packets: int
 
     def __sub__(self, earlier: Counters) -> Counters:
-        """What was carried since `earlier`."""
+        """Return the traffic since `earlier`."""
         return Counters(*(getattr(self, name) - getattr(earlier, name) for name in self.__dataclass_fields__))
 
 
@@ -51,16 +51,16 @@ class Host:
         return INTERFACE
 
     def command(self, words: Sequence[str], **variables: str) -> list[str]:
-        """The command line that runs `words` on this host, with these environment variables besides the caller's.
+        """Return the command line that runs `words` on this host with additional environment variables.
 
-        Gloo and NCCL are told which interface to use.
+        Gloo and NCCL are set to use the lab's interface.
         """
         variables = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE, **variables}
         settings = [f"{name}={value}" for name, value in variables.items()]
         return ["ip", "netns", "exec", self.namespace, "env", *settings, *words]
 
     def counters(self) -> Counters:
-        """Of this host's interface: what it received (rx) and sent (tx)."""
+        """Return what this host's interface received (rx) and sent (tx)."""
         shown = command("ip", "-n", self.namespace, "-json", "-statistics", "link", "show", INTERFACE)
         (link,) = json.loads(shown)
         rx, tx = link["stats64"]["rx"], link["stats64"]["tx"]
@@ -68,19 +68,17 @@ class Host:
 
 
 def interface_traffic(interface: str = INTERFACE) -> Counters:
-    """What an interface of the host that this process runs on has carried."""
+    """Return the counters of an interface of the host that this process runs on."""
     for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
         name, _, counted = line.partition(":")
         if name.strip() == interface:
-            fields = [
-                int(field) for field in counted.split()
-            ]  # eight of what was received, then eight of what was sent
+            fields = [int(field) for field in counted.split()]  # eight for receiving, then eight for sending
             return Counters(fields[0], fields[8], fields[1], fields[9])
     raise MurmuraError(f"this host has no interface {interface}, so what it sends cannot be counted.")
 
 
 def check(num_hosts: int, rate: str | None) -> None:
-    """A `ConfigError` for what cannot be built."""
+    """Raise a `ConfigError` if such a lab cannot be built."""
     if not 1 <= num_hosts <= MAX_HOSTS:
         raise ConfigError(f"{num_hosts} hosts: a lab has 1 to {MAX_HOSTS}.")
     if rate is not None:
@@ -88,7 +86,7 @@ def check(num_hosts: int, rate: str | None) -> None:
 
 
 def build(lab: str, num_hosts: int, rate: str | None) -> tuple[Host, ...]:
-    """Make the namespaces and links of `lab`; what a failure leaves is the caller's to remove."""
+    """Make the namespaces and links of `lab`; after a failure the caller removes them."""
     switch = f"{lab}-switch"
     hosts = tuple(Host(index, f"{lab}-h{index}") for index in range(num_hosts))
     command("ip", "netns", "add", switch)
@@ -108,29 +106,29 @@ def build(lab: str, num_hosts: int, rate: str | None) -> tuple[Host, ...]:
 
 
 def shape(lab: str, hosts: Sequence[Host], rate: str) -> None:
-    """Give every link of `lab` that rate, in both directions, whatever it had before."""
+    """Set the rate of every link of `lab`, in both directions."""
     bucket = ["root", "tbf", "rate", rate.strip().lower().replace(" ", ""), "burst", "512kb", "latency", "50ms"]
     for host in hosts:
         command("tc", "-n", f"{lab}-switch", "qdisc", "replace", "dev", f"h{host.index}", *bucket)  # what it receives
         command("tc", "-n", host.namespace, "qdisc", "replace", "dev", INTERFACE, *bucket)  # what it sends
 
 
-def leave_note(lab: str, note: dict[str, Any]) -> None:
-    """Write it on the lab's bridge, so that it goes when the lab goes."""
-    command("ip", "-n", f"{lab}-switch", "link", "set", BRIDGE, "alias", json.dumps(note))
+def write_metadata(lab: str, metadata: dict[str, Any]) -> None:
+    """Store `metadata` as the alias of the lab's bridge, so that it is removed with the lab."""
+    command("ip", "-n", f"{lab}-switch", "link", "set", BRIDGE, "alias", json.dumps(metadata))
 
 
-def read_note(lab: str) -> dict[str, Any] | None:
-    """The note that was left on the lab, if one was."""
+def read_metadata(lab: str) -> dict[str, Any] | None:
+    """Return what `write_metadata` stored, or None."""
     try:
         (bridge,) = json.loads(command("ip", "-n", f"{lab}-switch", "-json", "link", "show", BRIDGE))
-    except UsageError:  # half built, or just being removed
+    except UsageError:  # being built or removed
         return None
     return json.loads(bridge["ifalias"]) if "ifalias" in bridge else None
 
 
 def remove_leftovers() -> None:
-    """Remove the labs whose owner died and which were not meant to stay."""
+    """Remove the labs whose process died, except a persistent one."""
     for lab, names in namespaces.labs().items():
-        if not namespaces.owner_lives(lab) and read_note(lab) is None:
+        if not namespaces.owner_lives(lab) and read_metadata(lab) is None:
             namespaces.remove(names)

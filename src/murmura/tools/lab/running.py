@@ -1,4 +1,4 @@
-"""One command on every host of a lab, as the ranks of one world: they get the variables of a launcher."""
+"""Run one command on every host of a lab as the ranks of one world, with torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
 from murmura.errors import ConfigError, PeerLost, PeerTimeout
-from murmura.launch.crew import Member, SignalException, run_crew
-from murmura.launch.verdict import fate, judge
+from murmura.launch.root_cause import describe_status, find_failure
+from murmura.launch.supervisor import RankCommand, SignalException, supervise
 from murmura.tools.lab.network import Host
 
 PORT = 29500  # free: nothing else runs in the namespaces
 POLL_SECONDS = 0.02
-LAST_WORDS_SECONDS = 10.0  # for the other ranks to end by themselves once one has failed
+GRACE_SECONDS = 10.0  # for the other ranks to end by themselves once one has failed
 SHOWN_CHARACTERS = 4000
 
 
-def places(hosts: Sequence[Host], ranks_per_host: int) -> Iterator[tuple[Host, dict[str, str]]]:
-    """For each rank its host and its variables, those that torchrun would set; ranks of one host are consecutive."""
+def rank_environments(hosts: Sequence[Host], ranks_per_host: int) -> Iterator[tuple[Host, dict[str, str]]]:
+    """Yield each rank's host and the variables that torchrun would set; ranks of one host are consecutive."""
     if ranks_per_host < 1:
         raise ConfigError(f"ranks_per_host={ranks_per_host}: give at least one.")
     for rank in range(len(hosts) * ranks_per_host):
@@ -41,14 +41,14 @@ def places(hosts: Sequence[Host], ranks_per_host: int) -> Iterator[tuple[Host, d
 
 def run(
     hosts: Sequence[Host],
-    words: Sequence[str],
+    command: Sequence[str],
     *,
     ranks_per_host: int = 1,
     env: Mapping[str, str] | None = None,
     capture: bool = False,
     timeout: float = 600.0,
 ) -> list[str]:
-    """See `Hosts.run`."""
+    """Run `command` on every rank; see `Hosts.run`."""
     processes: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as files:
 
@@ -57,37 +57,37 @@ def run(
 
         out_and_err: list[tuple[IO[str] | None, IO[str] | None]] = []
         try:
-            for host, variables in places(hosts, ranks_per_host):
-                line = host.command(words, **variables | dict(env or {}))
+            for host, variables in rank_environments(hosts, ranks_per_host):
+                line = host.command(command, **variables | dict(env or {}))
                 out, err = target(), target()
                 processes.append(subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=err))
                 out_and_err.append((out, err))
             failed = _await(processes, timeout)
         finally:
-            _end(processes)
+            _stop(processes)
         if failed is not None:
-            told = _contents(out_and_err[failed][1])[-SHOWN_CHARACTERS:].rstrip()
-            shown = f":\n{told}" if told else "; its output says why."
-            ended = fate(processes[failed].returncode)
+            errors = _contents(out_and_err[failed][1])[-SHOWN_CHARACTERS:].rstrip()
+            shown = f":\n{errors}" if errors else "; its output says why."
+            ended = describe_status(processes[failed].returncode)
             raise PeerLost(f"rank {failed} on host {failed // ranks_per_host} {ended}{shown}", peer=failed)
         return [_contents(out) for out, _ in out_and_err]
 
 
-def run_shown(hosts: Sequence[Host], words: Sequence[str], ranks_per_host: int, say: Callable[[str], None]) -> int:
-    """The same for a console: what ranks print carries their rank, the failure that matters is told last.
+def run_shown(hosts: Sequence[Host], command: Sequence[str], ranks_per_host: int, say: Callable[[str], None]) -> int:
+    """Run `command` on every rank, show its output with the rank in front, and pass the root cause to `say`.
 
-    Returns the exit status. Must be called in the main thread, for signals are passed on to the ranks.
+    Returns the exit status. It must be called in the main thread, for signals are passed on to the ranks.
     """
-    members = [
-        Member(rank, host.command(words, **variables), {"PYTHONUNBUFFERED": "1"})
-        for rank, (host, variables) in enumerate(places(hosts, ranks_per_host))
+    commands = [
+        RankCommand(rank, host.command(command, **variables), {"PYTHONUNBUFFERED": "1"})
+        for rank, (host, variables) in enumerate(rank_environments(hosts, ranks_per_host))
     ]
     try:
-        ends = run_crew(members, None)
-    except SignalException as told:
-        say(f"ended by {told.sigval.name}, which was passed on to the ranks.")
-        return 128 + told.sigval
-    failure = judge(ends, lambda rank: f"host {rank // ranks_per_host}")
+        exits = supervise(commands, None)
+    except SignalException as received:
+        say(f"ended by {received.sigval.name}, which was passed on to the ranks.")
+        return 128 + received.sigval
+    failure = find_failure(exits, lambda rank: f"host {rank // ranks_per_host}")
     if failure is None:
         return 0
     say(str(failure))
@@ -95,14 +95,14 @@ def run_shown(hosts: Sequence[Host], words: Sequence[str], ranks_per_host: int, 
 
 
 def _await(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int | None:
-    """Wait until all have ended; returns the first that failed, when the others have had time for last words."""
+    """Wait until all have ended, or `GRACE_SECONDS` after a failure; return the first that failed."""
     deadline = time.monotonic() + timeout
     failed: int | None = None
     while running := [rank for rank, process in enumerate(processes) if process.poll() is None]:
         if failed is None:
             failed = _first_failed(processes)
             if failed is not None:
-                deadline = min(deadline, time.monotonic() + LAST_WORDS_SECONDS)
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if time.monotonic() > deadline:
             if failed is not None:
                 return failed
@@ -119,12 +119,12 @@ def _first_failed(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
     return next((rank for rank, process in enumerate(processes) if process.poll()), None)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for end, patience in (("terminate", 2.0), ("kill", 5.0)):
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for method, seconds in (("terminate", 2.0), ("kill", 5.0)):
         alive = [process for process in processes if process.poll() is None]
         for process in alive:
-            getattr(process, end)()
-        deadline = time.monotonic() + patience
+            getattr(process, method)()
+        deadline = time.monotonic() + seconds
         for process in alive:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))

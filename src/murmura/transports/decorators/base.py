@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from murmura.observe.recorder import Probe
+from murmura.observe.probe import Probe
 from murmura.transports.base import Pairs, Tensors, Transport
 from murmura.types import ReduceOp
 

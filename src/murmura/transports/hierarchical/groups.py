@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from murmura.errors import PeerTimeout, RendezvousError, TransportError
-from murmura.transports.failure_log import FailureLog
+from murmura.transports.failure_log import FailureLog, is_timeout
 from murmura.transports.host import leaders_of, members_of
 from murmura.transports.objects import broadcast_bytes
-from murmura.transports.process_group import ProcessGroupTransport, is_timeout
+from murmura.transports.process_group import ProcessGroupTransport
 from murmura.transports.rendezvous import Store, under
 from murmura.transports.shared_memory import SharedMemoryTransport
 

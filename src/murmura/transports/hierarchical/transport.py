@@ -19,7 +19,7 @@ from torch import Tensor
 
 from murmura.collectives.deadline import Deadline
 from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportError
-from murmura.observe.recorder import Probe
+from murmura.observe.probe import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import describe_exchange
@@ -91,7 +91,7 @@ class HierarchicalTransport(Transport):
         `backend` is that of the group between the leaders. `hosts` pretends that ranks are on several hosts.
         """
         options = {"timeout": timeout, "hosts": hosts, "name": name}
-        return cls._build(store, rank, world_size, groups.share_memory, backend, check, options)
+        return cls._build(store, rank, world_size, groups.share_memory, backend, check, **options)
 
     @classmethod
     def _build(
@@ -102,7 +102,7 @@ class HierarchicalTransport(Transport):
         share: Callable[[ManagedGroup], SharedMemoryTransport],
         backend: str,
         check: str,
-        options: dict[str, Any],
+        **options: Any,
     ) -> Self:
         """Join the three groups; `share` makes the one inside the host, once all ranks have joined `across`."""
         with contextlib.ExitStack() as made:
@@ -290,6 +290,7 @@ class HierarchicalTransport(Transport):
         near = [self._place[member] for member in members if member in self._place]
         if len(near) == len(members):
             inside = self._split_inside(name, near, members)
+            inside._control.notes = self._across.failure_log.notes
             self.keep_split(inside, members)
             return inside
         agreement.on_split(self, name, members)
@@ -299,14 +300,12 @@ class HierarchicalTransport(Transport):
         options: dict[str, Any] = {
             **self.split_options(name, members),
             "watch": lambda: self._across.failure_log.cause(f"split({name!r})", among=members),
+            "notes": self._across.failure_log.notes,
         }
-        split: Transport
-        if len(set(options["hosts"])) == size:
-            split = ProcessGroupTransport.join(store, rank, size, backend=self._backend, check=self.check, **options)
-        else:
-            split = self._build(
-                store, rank, size, lambda _: self._split_inside(name, near, members), self._backend, self.check, options
-            )
+        join: Callable[..., Transport] = ProcessGroupTransport.join
+        if len(set(options["hosts"])) < size:
+            join, options["share"] = self._build, lambda _: self._split_inside(name, near, members)
+        split = join(store, rank, size, backend=self._backend, check=self.check, **options)
         self.keep_split(split, members)
         return split
 

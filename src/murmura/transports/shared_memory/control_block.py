@@ -17,11 +17,12 @@ import struct
 from collections.abc import Callable, Sequence
 
 from murmura.collectives.chunks import SMALL_BYTES
-from murmura.observe.recorder import Probe
+from murmura.observe.probe import Probe
 from murmura.transports.failures import DIED, ExitNotice, Reporter, WaitDeadline, follow
 from murmura.transports.shared_memory import futex
 from murmura.transports.shared_memory.arena import PAGE_BYTES, round_up
 from murmura.transports.shared_memory.segment import Segment
+from murmura.transports.stalls import StallNotes
 
 # Words of a block. The first eight share a cache line: what a collective of small messages reads of a peer.
 ENTERED = 0  # number of the collective entered last
@@ -34,6 +35,7 @@ PIECES = 9  # number of the collective << 24 | pieces staged in it
 EXITED = 10  # length of the exit notice, once there is one
 CALLED = 11  # number of the collective whose call is told in the call text
 AWAITS = 12  # message << 16 | 1 << 15 if it is to be received | peer + 1, while the rank sleeps in an exchange
+STALLED = 13  # in the block of the world, not of a channel: rank + 1 of whom it waits for in vain, on any channel
 WAKE = 16  # on a line of its own: written by peers
 # Bytes of a block
 GONE_AT = 256  # one for each rank, which sets it when it will never look at this block again
@@ -41,6 +43,7 @@ EXIT_NOTICE_AT, EXIT_NOTICE_BYTES = 512, 1536
 CALL_AT, CALL_BYTES = 2048, 2048
 PAIRS_AT, PAIR_BYTES = 4096, 256
 
+STOPPED = ("T", "t")  # states of a process
 SPINS, YIELDS = 50, 200
 FIRST_NAP, LONGEST_NAP = 0.005, 0.1  # seconds between two looks at deaths and deadlines
 
@@ -87,6 +90,7 @@ class ControlBlock:
         self.fence = futex.Fence()
         self.closed = False
         self.failure: BaseException | None = None  # with which this rank aborted the channel
+        self.notes: StallNotes | None = None  # with which a wait whose time is up finds who is at fault
         self.probe: Probe | None = None  # told whom this rank waits for
         crowded = self.world_size > len(os.sched_getaffinity(0))
         self.spins = 0 if crowded else SPINS
@@ -167,7 +171,7 @@ class ControlBlock:
     ) -> None:
         words, own = self.words, self.own
         wake_address = self.segment.address + 8 * (own + WAKE)
-        deadline = WaitDeadline(self.reporter, operation, timeout)
+        deadline = WaitDeadline(self.reporter, operation, timeout, self.notes)
         nap = FIRST_NAP
         while True:
             words[own + ASLEEP] = 1
@@ -181,6 +185,7 @@ class ControlBlock:
             self.fence()
             awaited = missing()
             if not awaited:
+                deadline.end()
                 return
             nap = min(2 * nap, LONGEST_NAP)
             if self.failure is not None:  # aborted by another thread
@@ -193,7 +198,8 @@ class ControlBlock:
                 deadline.check(awaited)
             else:  # whoever sleeps in an exchange is not at fault, but whom it waits for
                 at_fault = list(dict.fromkeys(follow(peer, self._awaited_by) for peer in awaited))
-                deadline.check(at_fault, self._state_of(at_fault))
+                are_stopped = all(process_state(self._life_fds[peer])[1] in STOPPED for peer in at_fault)
+                deadline.check(at_fault, self._state_of(at_fault), certain=are_stopped)
 
     def _awaited_by(self, peer: int) -> int | None:
         awaits = self.read(peer, AWAITS) & 0x7FFF
@@ -231,7 +237,7 @@ class ControlBlock:
         for peer in awaited:
             story = f"Rank {self.reporter.world_rank(peer)} last entered #{self.read(peer, ENTERED)}"
             pid, state = process_state(self._life_fds[peer])
-            if state in ("T", "t"):
+            if state in STOPPED:
                 story += f"; its process (pid {pid}) is stopped"
             elif state:
                 story += f"; its process (pid {pid}) is alive"
@@ -282,6 +288,20 @@ class ControlBlock:
     def _read(self, peer: int, at: int, length: int) -> bytes:
         place = self.blocks[peer] + at
         return bytes(self.segment.memory[place : place + length])
+
+
+class SegmentNotes:
+    """The stall notes of a world whose ranks share one segment, in the words of its first channel."""
+
+    def __init__(self, block: ControlBlock) -> None:
+        self._words, self._at, self._own = block.words, block.at, block.own
+
+    def tell(self, awaited: Sequence[int]) -> None:
+        self._words[self._own + STALLED] = awaited[0] + 1 if awaited else 0  # of several, one leads on
+
+    def awaited_by(self, rank: int) -> Sequence[int]:
+        awaited = self._words[self._at[rank] + STALLED]
+        return [awaited - 1] if 0 < awaited <= len(self._at) else ()
 
 
 def process_state(pidfd: int) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from murmura.collectives.reduction import Reduction
 from murmura.errors import ConfigError
-from murmura.observe.recorder import Probe
+from murmura.observe.probe import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Async, Op, Pairs, Seconds, Sync, Transport
 from murmura.transports.checks import check_timeout, describe, describe_call, flatten, store
@@ -22,7 +22,7 @@ from murmura.transports.serial_executor import Ticket
 from murmura.transports.shared_memory import futex, rendezvous
 from murmura.transports.shared_memory.all_reduce import all_reduce_in_segment
 from murmura.transports.shared_memory.broadcast import broadcast_in_segment
-from murmura.transports.shared_memory.control_block import ControlBlock, block_bytes, slots_at
+from murmura.transports.shared_memory.control_block import ControlBlock, SegmentNotes, block_bytes, slots_at
 from murmura.transports.shared_memory.point_to_point import MessageExchange
 from murmura.transports.shared_memory.segment import Segment, create_memfd
 from murmura.transports.shared_memory.session import CollectiveSession
@@ -107,6 +107,9 @@ class SharedMemoryTransport(Transport):
         blocks = [peer * segment.arena_bytes for peer in range(world_size)]
         transport = cls(segment, rank, blocks, met.life_fds, hosts=hosts, timeout=timeout, world_ranks=world_ranks)
         transport._owns_segment = True
+        # Of two ranks only the other can be at fault, and for a part of a transport the whole finds it.
+        if world_ranks is None and world_size > 2:
+            transport._control.notes = SegmentNotes(transport._control)
         segment.owner = transport.reporter.own
         transport._own_life = met.own_life
         return transport
@@ -136,6 +139,7 @@ class SharedMemoryTransport(Transport):
             [self._life_fds[peer] for peer in members],
             **self.split_options(name, members),
         )
+        split._control.notes = self._control.notes
         retire = weakref.finalize(split, _retire, split._control, split._session)  # also if it is only dropped
         retire.atexit = False
         split._retire = retire

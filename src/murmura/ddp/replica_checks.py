@@ -1,0 +1,72 @@
+"""Checks that all ranks hold the same model: the same parameters and buffers, and the same values in them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from murmura.agreement import first_difference, texts_if_different
+from murmura.errors import CollectiveMismatch, ReplicaDivergence
+from murmura.transports.base import Transport
+
+
+def check_same_model(transport: Transport, lines: Sequence[str]) -> None:
+    """Raise `ReplicaDivergence` on every rank unless all ranks describe their model by the same `lines`."""
+    texts = _compare(transport, "what the model is", lines)
+    if texts is None:
+        return
+    at = first_difference(texts)
+    assert at is not None
+    rows = "\n".join(f"  rank {rank}: {text[at] if at < len(text) else '(nothing)'}" for rank, text in enumerate(texts))
+    raise ReplicaDivergence(
+        f"the ranks wrap different models; the first difference is entry {at} of parameters and buffers:\n{rows}\n"
+        "Build the same model on every rank before wrapping it."
+    )
+
+
+def check_same_values(transport: Transport, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Raise `ReplicaDivergence`, naming the first tensor that differs and its values, unless all hold the same bits."""
+    digests = [hashlib.blake2b(_raw(tensor), digest_size=8).hexdigest() for tensor in tensors]
+    texts = _compare(transport, "what its parameters hold", digests)
+    if texts is None:
+        return
+    at = first_difference(texts)
+    assert at is not None
+    held = transport.all_gather(tensors[at].detach().cpu().contiguous().reshape(-1))
+    assert isinstance(held, list)
+    raw = [each.view(torch.uint8).view(each.numel(), -1) for each in held]
+    differs = torch.zeros(held[0].numel(), dtype=torch.bool)
+    for other in raw[1:]:
+        differs |= (other != raw[0]).any(dim=1)
+    element = int(differs.nonzero()[0])
+    values = "\n".join(f"  rank {rank}: {each[element].item()!r}" for rank, each in enumerate(held))
+    raise ReplicaDivergence(
+        f"the replicas have drifted apart: {names[at]!r} is the first that differs, in {int(differs.sum())} of "
+        f"{differs.numel()} elements; element {element} is\n{values}\n"
+        "Did a rank step, load or change its weights on its own? ddp.broadcast_parameters(0) brings them together."
+    )
+
+
+def _raw(tensor: Tensor) -> Any:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy()
+
+
+def _compare(transport: Transport, subject: str, lines: Sequence[str]) -> list[list[str]] | None:
+    """As `texts_if_different`; `CollectiveMismatch` if the ranks compare different subjects."""
+    texts = texts_if_different(transport, [subject, *lines])
+    if texts is None:
+        return None
+    calls = {rank: f"a comparison of {text[0]}" for rank, text in zip(transport.world_ranks, texts, strict=True)}
+    if len(set(calls.values())) > 1:
+        rows = "\n".join(f"  rank {rank}: {call}" for rank, call in calls.items())
+        raise CollectiveMismatch(
+            f"the ranks of a model are not at the same place:\n{rows}\n"
+            "Every rank must wrap, thaw and verify at the same round.",
+            calls,
+        )
+    return [text[1:] for text in texts]

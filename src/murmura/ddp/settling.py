@@ -1,0 +1,77 @@
+"""What a rank still owes the others when its optimizer's step was skipped, and when it may be done."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+
+from murmura.algorithms import AlgorithmImpl
+from murmura.ddp.backward_tracker import BackwardTracker
+from murmura.ddp.replica import ModelReplica
+from murmura.ddp.round import Round
+from murmura.errors import MurmuraError
+
+CLOSE_SECONDS = 1.0
+"""How long a model that is closed waits for the others while an exception is handled: they may never come."""
+
+
+class Settling:
+    """Settles what `algorithm` owes, between rounds; and buffers that were not broadcast at a round's beginning."""
+
+    algorithm: AlgorithmImpl
+
+    def __init__(self, replica: ModelReplica, round_: Round, backward: BackwardTracker) -> None:
+        self._replica = replica
+        self._round = round_
+        self._backward = backward
+        self._thread = threading.get_ident()  # the user's, which trains
+        self._is_settling = False
+        self.owes_buffers = False
+
+    def seen(self) -> None:
+        """The caller's thread is the one that trains."""
+        self._thread = threading.get_ident()
+
+    def settle(self) -> None:
+        """Do what the last round still owes, because a step was skipped; nothing inside a round."""
+        if self._round.is_idle:
+            self._once(self.algorithm.settle)
+            self._once(self.broadcast_owed_buffers)
+
+    def before_collective(self) -> None:
+        """The user is about to wait for all ranks, which may wait for what this one owes."""
+        # No operation in a communication thread is the user's own, nor is one inside a backward.
+        if threading.get_ident() == self._thread and not self._backward.is_running:
+            self._once(self.algorithm.before_collective)
+
+    def settle_at_close(self) -> None:
+        """As `settle`; while an exception is handled, within a short time only."""
+        if self._replica.transport.failed:
+            return
+        if sys.exc_info()[0] is None:
+            self.settle()
+        else:
+            settling = threading.Thread(target=self._try_to_settle, daemon=True)
+            settling.start()
+            settling.join(CLOSE_SECONDS)
+
+    def broadcast_owed_buffers(self) -> None:
+        """Take over rank 0's buffers, if that is owed."""
+        if self.owes_buffers:
+            self.owes_buffers = False
+            self._replica.broadcast(self._replica.buffers, 0)
+
+    def _try_to_settle(self) -> None:
+        with contextlib.suppress(MurmuraError):  # another exception is being handled already
+            self.settle()
+
+    def _once(self, work: Callable[[], None]) -> None:
+        """Run `work`, which may call collectives that are announced to this object."""
+        if not self._is_settling:
+            self._is_settling = True
+            try:
+                work()
+            finally:
+                self._is_settling = False

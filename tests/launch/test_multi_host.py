@@ -1,0 +1,207 @@
+"""Launchers of several hosts, here two on one: they number ranks together, fail together and start again together."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.scripts import COMMAND, FAIL, ONCE, REDUCE, write
+from launch.test_secret import ADVICE, as_threads, free_port
+from murmura import ConfigError, RendezvousError
+from murmura.launch.multi_host import LauncherGroup
+from murmura.launch.plan import Attempt, LaunchPlan
+from murmura.launch.root_cause import Failure
+
+Done = tuple[int, str, str]  # status, standard output, standard error
+
+
+def run_nodes(words: Sequence[str], options: Sequence[Sequence[str]], **variables: str) -> list[Done]:
+    """The same words on each of the hosts, with options of its own."""
+    address = f"127.0.0.1:{free_port()}"
+    common = ["--nnodes", str(len(options)), "--coordinator", address]
+    settings = [f"{name}={value}" for name, value in {"MURMURA_TIMEOUT": "30", **variables}.items()]
+    launchers = [
+        subprocess.Popen(
+            ["env", *settings, *COMMAND, *common, "--node-rank", str(node), *own, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node, own in enumerate(options)
+    ]
+    try:
+        return [(launcher.wait(45), *launcher.communicate()) for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.communicate()
+
+
+def meet(*hosts: dict[str, Any]) -> list[Any]:
+    """The attempt that the launcher of each host comes to, or what it raises."""
+    address = f"127.0.0.1:{free_port()}"
+
+    def agree(node: int, options: dict[str, Any]) -> Attempt:
+        plan = {"num_ranks": 1, "num_nodes": len(hosts), "node_rank": node, "coordinator": address, "timeout": 20.0}
+        return nodes.setdefault(node, LauncherGroup(LaunchPlan(command=("true",), **{**plan, **options}))).rendezvous(0)
+
+    nodes: dict[int, LauncherGroup] = {}  # kept until all have met, for the store goes with node 0
+    return as_threads(*(lambda node=node, host=host: agree(node, host) for node, host in enumerate(hosts)))
+
+
+def test_ranks_are_numbered_over_unequal_hosts() -> None:
+    attempts = meet({"num_ranks": 1}, {"num_ranks": 3}, {"num_ranks": 2, "secret": ""})
+    assert [(each.first_rank, each.world_size) for each in attempts] == [(0, 6), (1, 6), (4, 6)]
+    assert len({each.job for each in attempts}) == 1
+    plan = LaunchPlan(command=("true",), num_ranks=3, num_nodes=3, node_rank=1, coordinator="10.0.0.1:29500")
+    variables = attempts[1].variables(plan, 2)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    assert [variables[name] for name in names] == ["3", "6", "2", "3", "1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"num_nodes": 3}, "--nnodes 3, host 0 with 2"), ({"max_restarts": 2}, "--max-restarts 2, host 0 with 0")],
+)
+def test_hosts_that_were_told_different_things_are_refused(options: dict[str, Any], words: str) -> None:
+    first, other = meet({"timeout": 2.0}, {"timeout": 2.0, **options})
+    assert isinstance(other, RendezvousError)
+    with pytest.raises(RendezvousError, match=rf"host 1 was started with {words}"):
+        raise first
+
+
+@pytest.mark.parametrize("secrets", [("swordfish", "goldfish"), ("swordfish", ""), ("", "swordfish")])
+def test_a_launcher_without_the_secret_starts_nothing_and_makes_nobody_start(secrets: tuple[str, str]) -> None:
+    assert all(isinstance(each, Attempt) for each in meet(*[{"secret": "swordfish"}] * 2))
+    for error in meet(*({"secret": secret} for secret in secrets)):
+        with pytest.raises(RendezvousError, match=ADVICE):
+            raise error
+
+
+def test_a_host_that_does_not_come_is_named() -> None:
+    (error,) = as_threads(lambda: meet_alone())
+    with pytest.raises(RendezvousError, match=r"of 2 hosts \[1\] did not come"):
+        raise error
+
+
+def meet_alone() -> Attempt:
+    address = f"127.0.0.1:{free_port()}"
+    plan = LaunchPlan(command=("true",), num_ranks=1, num_nodes=2, coordinator=address, timeout=0.3)
+    return LauncherGroup(plan).rendezvous(0)
+
+
+def test_a_port_that_is_taken_is_not_shared_with_another_job() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    plan = LaunchPlan(command=("true",), num_ranks=1, num_nodes=2, coordinator=address, timeout=5.0)
+    first = LauncherGroup(plan)
+    with pytest.raises(ConfigError, match=r"host 0 cannot listen at .* Choose another one"):
+        LauncherGroup(plan)
+    del first
+
+
+# While ranks are at work
+
+
+def agreed(**options: Any) -> list[tuple[LauncherGroup, Attempt]]:
+    """Two launchers that have agreed on an attempt."""
+    address = f"127.0.0.1:{free_port()}"
+
+    def agree(node: int) -> tuple[LauncherGroup, Attempt]:
+        plan = {"num_ranks": 1, "num_nodes": 2, "node_rank": node, "coordinator": address, "timeout": 20.0}
+        nodes = LauncherGroup(LaunchPlan(command=("true",), **{**plan, **options}))
+        return nodes, nodes.rendezvous(0)
+
+    return as_threads(lambda: agree(0), lambda: agree(1))
+
+
+@pytest.mark.parametrize("secret", ["", "swordfish"])
+def test_a_host_that_ends_early_stays_as_long_as_the_others_work(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("murmura.launch.multi_host.HEARTBEAT_SECONDS", 0.05)
+    (first, first_attempt), (second, attempt) = agreed(timeout=0.5, secret=secret)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(first.await_root_cause, first_attempt, None)
+        deadline = time.monotonic() + 1.2
+        while time.monotonic() < deadline:  # more than the time-out
+            assert not second.has_failure(attempt)
+            assert not ended.done()
+        assert second.await_root_cause(attempt, None) is None
+        assert ended.result(10) is None
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("failure", [None, Failure(0, "here", 1, "PeerLost", 4)], ids=["working", "failed"])
+def test_a_launcher_that_dies_is_missed(failure: Failure | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("murmura.launch.multi_host.HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr("murmura.launch.multi_host.LOST_SECONDS", 0.5 if failure is None else 60.0)
+    monkeypatch.setattr("murmura.launch.multi_host.LOST_AFTER_FAILURE_SECONDS", 0.5)
+    (first, first_attempt), (second, attempt) = agreed()
+    assert not second.has_failure(attempt)  # its last heartbeat
+    began = time.monotonic()
+    if failure is None:
+        while not first.has_failure(first_attempt):
+            assert time.monotonic() - began < 5
+    found = first.await_root_cause(first_attempt, failure)
+    assert time.monotonic() - began < 3
+    assert found is not None
+    assert (found.rank, found.exit_status) == (None, 1)
+    assert str(found).startswith(f"the launcher on host 1 ({platform.node()}) is gone:\nIt has sent no heartbeat for ")
+    assert second.has_failure(attempt)  # so says node 0, if it was only asleep
+
+
+@pytest.mark.timed
+def test_a_host_0_that_is_not_there_is_missed_at_the_deadline(capfd: pytest.CaptureFixture[str]) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    plan = LaunchPlan(command=("true",), num_ranks=1, num_nodes=2, node_rank=1, coordinator=address, timeout=2.0)
+    began = time.monotonic()
+    with pytest.raises(RendezvousError, match=rf"host 1 did not reach .* host 0 at {address} within 2.0 s"):
+        LauncherGroup(plan)
+    assert time.monotonic() - began < 2.0 * 1.1 + 1.0
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [0, 1])
+def test_when_a_launcher_is_killed_the_other_host_ends_soon(dead: int, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    line = [*COMMAND, "-n", "1", "--nnodes", "2", "--coordinator", address]
+    script = write(tmp_path, REDUCE)
+    launchers = [
+        subprocess.Popen([*line, "--node-rank", str(node), script], stdout=subprocess.PIPE, text=True)
+        for node in range(2)
+    ]
+    try:
+        assert [launcher.stdout and launcher.stdout.readline() for launcher in launchers] == [
+            f"[rank {rank}] at work\n" for rank in range(2)
+        ]
+        began = time.monotonic()
+        launchers[dead].kill()
+        assert launchers[1 - dead].wait(40) == 1
+        assert time.monotonic() - began < 10
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.communicate()
+
+
+def test_a_failure_on_one_host_ends_the_other_and_is_shown_on_both(tmp_path: Path) -> None:
+    done = run_nodes([write(tmp_path, FAIL), "raise", "1"], [["-n", "1"], ["-n", "1"]])
+    for status, _, errors in done:
+        assert status == 1
+        last = errors.rpartition("murmura run: ")[2]
+        assert last.startswith("rank 1 on ")
+        assert last.endswith("ValueError: no good\n")
+
+
+def test_all_hosts_start_again_together(tmp_path: Path) -> None:
+    done = run_nodes([write(tmp_path, ONCE)], [["-n", "1", "--max-restarts", "1"]] * 2)
+    assert [status for status, _, _ in done] == [0, 0]
+    jobs = [[line.split()[-1] for line in output.splitlines() if "job" in line] for _, output, _ in done]
+    assert jobs[0] == jobs[1]
+    assert len(set(jobs[0])) == 2
