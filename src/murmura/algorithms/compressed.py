@@ -113,7 +113,6 @@ class CompressedMean:
         own = [_or_zeros(encoder.residual, like) for encoder, like in zip(self._encoders, self._chunks, strict=True)]
         chunk = _or_zeros(self._mean_encoder.residual, self._pieces[0].mean)
         means = self._transport.all_gather(chunk)
-        assert isinstance(means, list)
         parts = zip(torch.split(torch.cat(own), list(numels)), torch.split(torch.cat(means), list(numels)), strict=True)
         return {name: Residual(*part) for name, part in zip(names, parts, strict=True)}
 

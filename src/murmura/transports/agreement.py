@@ -11,7 +11,7 @@ from torch import Tensor
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import describe
 from murmura.transports.failures import Reporter
-from murmura.transports.objects import bytes_from_tensor, bytes_to_tensor
+from murmura.transports.objects import bytes_from_tensor, bytes_to_tensor, exchange_bytes
 
 Move = Callable[[Pairs, Pairs, float], None]
 """An exchange of flat tensors where the transport works: sends, recvs, seconds."""
@@ -20,9 +20,16 @@ _TEXT_BYTES = 256
 _DATA, _NOTICE, _ANSWER = 0, 2, 3  # tags of messages
 
 
+def _padded(text: str) -> bytes:
+    return text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+
+
+def _unpadded(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="replace")
+
+
 def _note(text: str, device: torch.device) -> Tensor:
-    data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-    return bytes_to_tensor(data).to(device)
+    return bytes_to_tensor(_padded(text)).to(device)
 
 
 def _blank(device: torch.device) -> Tensor:
@@ -30,7 +37,7 @@ def _blank(device: torch.device) -> Tensor:
 
 
 def _text(note: Tensor) -> str:
-    return bytes_from_tensor(note).rstrip(b"\0").decode(errors="replace")
+    return _unpadded(bytes_from_tensor(note))
 
 
 def on_collective(
@@ -51,20 +58,13 @@ def on_split(parent: Transport, name: str, members: Sequence[int], word: int = 0
     """Compare what the members of a split believe to be splitting off; return everybody's `word`, in their order."""
 
     def work() -> list[int]:
-        call = f"split({name!r}) of ranks {list(members)}"
-        own = torch.tensor([word])
-        peers = [peer for peer in members if peer != parent.rank]
-        notes = {peer: _blank(torch.device("cpu")) for peer in peers}
-        words = {peer: torch.zeros_like(own) for peer in peers}
-        sends = [(_note(call, torch.device("cpu")), peer) for peer in peers] + [(own, peer) for peer in peers]
-        recvs = [(notes[peer], peer) for peer in peers] + [(words[peer], peer) for peer in peers]
-        parent.exchange(sends, recvs)
-        calls = {peer: _text(note) for peer, note in notes.items()}
-        calls[parent.rank] = _text(_note(call, torch.device("cpu")))
+        own = _padded(f"split({name!r}) of ranks {list(members)}") + word.to_bytes(8, "little")
+        heard = exchange_bytes(parent, {peer: own for peer in members if peer != parent.rank}, len(own))
+        heard[parent.rank] = own
+        calls = {peer: _unpadded(data[:_TEXT_BYTES]) for peer, data in heard.items()}
         if len(set(calls.values())) > 1:
             raise parent.reporter.mismatch("split", calls)
-        words[parent.rank] = own
-        return [int(words[member]) for member in members]
+        return [int.from_bytes(heard[member][_TEXT_BYTES:], "little") for member in members]
 
     result: list[int] = parent.run_in_turn("exchange", work)
     return result

@@ -1,8 +1,8 @@
 """The contract of a transport: how a tensor gets from rank to rank.
 
 The author of a transport writes `do_exchange` and `split`; every collective is inherited, as a ring or a tree over
-`exchange`. A transport that can do better overrides the collective's hook (`do_all_reduce` and its kin, which get flat
-contiguous tensors); one that holds resources overrides `on_close`, `on_abort` and `release`. What holds for all:
+`exchange`. A transport that can do better overrides `all_reduce_flat`, `broadcast_flat` or `do_barrier`; one that holds
+resources overrides `on_close`, `on_abort` and `release`. What holds for all:
 
 - Operations of one channel run in the order they were called, one at a time, and every rank calls the same
   collectives in the same order. What must not wait for the rest goes on a channel of its own (`split`).
@@ -84,8 +84,8 @@ class Transport(Endpoint, ABC):
         received, so two ranks that both send before they receive must do so in one exchange.
         """
         checks.check_exchange(sends, recvs, timeout, self.rank, self.world_size)
-        sent = [tensor for tensor, _ in sends]
-        return self.run_operation("exchange", lambda: self.do_exchange(sends, recvs, timeout), async_op, sent)
+        sent, received = [tensor for tensor, _ in sends], [out for out, _ in recvs]
+        return self.run_operation("exchange", lambda: self.do_exchange(sends, recvs, timeout), async_op, sent, received)
 
     def send(self, tensor: Tensor, dst: int, *, timeout: float | None = None) -> None:
         """Send `tensor` to rank `dst`; returns when it has been received."""
@@ -139,19 +139,10 @@ class Transport(Endpoint, ABC):
         Returns the tensor written, or a `Ticket` whose ``wait`` returns it.
         """
         op = checks.check_all_reduce(tensor, op, out, timeout)
-        target = tensor if out is None else out
-
-        def work() -> Tensor:
-            flat_out = flatten(target, self.device, load=out is None)
-            flat_in = flat_out if out is None else flatten(tensor, self.device)
-            if self.world_size == 1:
-                flat_out.copy_(flat_in)
-            else:
-                self.do_all_reduce(flat_in, flat_out, op, describe_call("all_reduce", op, tensor), timeout)
-            store(flat_out, target)
-            return target
-
-        return self.run_operation("all_reduce", work, async_op, [tensor])
+        received = [tensor if out is None else out]
+        return self.run_operation(
+            "all_reduce", lambda: self.do_all_reduce(tensor, op, out, timeout), async_op, [tensor], received
+        )
 
     @overload
     def broadcast(self, tensor: Tensor, src: int = ..., *, async_op: Sync = ..., timeout: Seconds = ...) -> Tensor: ...
@@ -160,25 +151,15 @@ class Transport(Endpoint, ABC):
     def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
         """Overwrite `tensor` on every rank with rank `src`'s; returns it, or a `Ticket`."""
         checks.check_broadcast(tensor, src, timeout, self.world_size)
-
-        def work() -> Tensor:
-            flat = flatten(tensor, self.device, load=self.rank == src)
-            if self.world_size > 1:
-                self.do_broadcast(flat, src, describe_call("broadcast", f"src={src}", tensor), timeout)
-                store(flat, tensor)
-            return tensor
-
-        return self.run_operation("broadcast", work, async_op, [tensor] if self.rank == src else ())
+        sent, received = ([tensor], []) if self.rank == src else ([], [tensor])
+        return self.run_operation(
+            "broadcast", lambda: self.do_broadcast(tensor, src, timeout), async_op, sent, received
+        )
 
     def barrier(self, timeout: float | None = None) -> None:
         """Return once every rank has called."""
         checks.check_timeout(timeout)
-
-        def work() -> None:
-            if self.world_size > 1:
-                self.do_barrier(timeout)
-
-        self.run_operation("barrier", work, async_op=False)
+        self.run_operation("barrier", lambda: self.do_barrier(timeout), async_op=False)
 
     @overload
     def reduce(
@@ -199,17 +180,8 @@ class Transport(Endpoint, ABC):
     ) -> Any:
         """Reduce `tensor` over all ranks, in rank order, into rank `dst`'s; on the others it stays as it is."""
         op = checks.check_reduce(tensor, dst, op, timeout, self.world_size)
-
-        def work() -> Tensor:
-            self.compare_calls(describe_call("reduce", f"{op}, dst={dst}", tensor), timeout)
-            flat = flatten(tensor, self.device)
-            if self.world_size > 1:
-                gather.reduce(self, flat, dst, op, timeout=self.seconds(timeout))
-            if self.rank == dst:
-                store(flat, tensor)
-            return tensor
-
-        return self.run_operation("reduce", work, async_op, [tensor] if self.rank != dst else ())
+        sent, received = ([], [tensor]) if self.rank == dst else ([tensor], [])
+        return self.run_operation("reduce", lambda: self.do_reduce(tensor, dst, op, timeout), async_op, sent, received)
 
     @overload
     def reduce_scatter(
@@ -230,15 +202,9 @@ class Transport(Endpoint, ABC):
         Chunk i of D elements over n ranks has D // n + (i < D % n) elements.
         """
         op = checks.check_reduce_scatter(tensor, op, timeout)
-
-        def work() -> Tensor:
-            self.compare_calls(describe_call("reduce_scatter", op, tensor), timeout)
-            flat = flatten(tensor, self.device)
-            if self.world_size == 1:
-                return flat.clone().to(tensor.device)
-            return gather.reduce_scatter(self, flat, op, timeout=self.seconds(timeout)).to(tensor.device)
-
-        return self.run_operation("reduce_scatter", work, async_op, [tensor])
+        return self.run_operation(
+            "reduce_scatter", lambda: self.do_reduce_scatter(tensor, op, timeout), async_op, [tensor]
+        )
 
     @overload
     def all_gather(self, tensor: Tensor, *, async_op: Sync = ..., timeout: Seconds = ...) -> list[Tensor]: ...
@@ -247,12 +213,7 @@ class Transport(Endpoint, ABC):
     def all_gather(self, tensor: Tensor, *, async_op: bool = False, timeout: float | None = None) -> Any:
         """Every rank's tensor, in rank order, as new tensors; first dimensions may differ."""
         checks.check_gather(tensor, 0, timeout, self.world_size)
-
-        def work() -> list[Tensor]:
-            self.compare_calls(f"all_gather() of {describe_rows(tensor)}", timeout)
-            return gather.all_gather(self, tensor.detach().contiguous(), timeout=self.seconds(timeout))
-
-        return self.run_operation("all_gather", work, async_op, [tensor])
+        return self.run_operation("all_gather", lambda: self.do_all_gather(tensor, timeout), async_op, [tensor])
 
     @overload
     def gather(
@@ -263,12 +224,7 @@ class Transport(Endpoint, ABC):
     def gather(self, tensor: Tensor, dst: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
         """Every rank's tensor, in rank order, on rank `dst`; None elsewhere. First dimensions may differ."""
         checks.check_gather(tensor, dst, timeout, self.world_size)
-
-        def work() -> list[Tensor] | None:
-            self.compare_calls(f"gather(dst={dst}) of {describe_rows(tensor)}", timeout)
-            return gather.gather(self, tensor.detach().contiguous(), dst, timeout=self.seconds(timeout))
-
-        return self.run_operation("gather", work, async_op, [tensor])
+        return self.run_operation("gather", lambda: self.do_gather(tensor, dst, timeout), async_op, [tensor])
 
     @overload
     def scatter(
@@ -295,13 +251,9 @@ class Transport(Endpoint, ABC):
     ) -> Any:
         """Fill `out` with this rank's entry of rank `src`'s `tensors`, which only rank `src` gives."""
         checks.check_scatter(tensors, src, out, timeout, self.rank, self.world_size)
-
-        def work() -> Tensor:
-            self.compare_calls(f"scatter(src={src})", timeout)
-            gather.scatter(self, tensors, src, out.detach(), timeout=self.seconds(timeout))
-            return out
-
-        return self.run_operation("scatter", work, async_op, tensors or ())
+        return self.run_operation(
+            "scatter", lambda: self.do_scatter(tensors, src, out, timeout), async_op, tensors or (), [out]
+        )
 
     @overload
     def all_to_all(self, sends: Tensors, recvs: Tensors, *, async_op: Sync = ..., timeout: Seconds = ...) -> None: ...
@@ -317,13 +269,9 @@ class Transport(Endpoint, ABC):
     ) -> Any:
         """Send sends[r] to rank r and fill recvs[r] from rank r; sizes may differ from pair to pair."""
         checks.check_all_to_all(sends, recvs, timeout, self.rank, self.world_size)
-
-        def work() -> None:
-            self.compare_calls("all_to_all()", timeout)
-            outs = [out.detach() for out in recvs]
-            gather.all_to_all(self, sends, outs, timeout=self.seconds(timeout))
-
-        return self.run_operation("all_to_all", work, async_op, sends)
+        return self.run_operation(
+            "all_to_all", lambda: self.do_all_to_all(sends, recvs, timeout), async_op, sends, recvs
+        )
 
     # Memory
 
@@ -343,24 +291,78 @@ class Transport(Endpoint, ABC):
                 operation="allocate",
             ) from error
 
-    # Hooks for transports that can do better; `call` is the operation in words, on which ranks must agree
+    # Each operation, in its turn, with arguments that have been checked; a decorator hands these to the one inside
 
-    def do_all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
+    def do_all_reduce(self, tensor: Tensor, op: ReduceOp, out: Tensor | None, timeout: float | None) -> Tensor:
+        target = tensor if out is None else out
+        flat_out = flatten(target, self.device, load=out is None)
+        flat_in = flat_out if out is None else flatten(tensor, self.device)
+        if self.world_size == 1:
+            flat_out.copy_(flat_in)
+        else:
+            self.all_reduce_flat(flat_in, flat_out, op, describe_call("all_reduce", op, tensor), timeout)
+        store(flat_out, target)
+        return target
+
+    def do_broadcast(self, tensor: Tensor, src: int, timeout: float | None) -> Tensor:
+        if self.world_size > 1:
+            flat = flatten(tensor, self.device, load=self.rank == src)
+            self.broadcast_flat(flat, src, describe_call("broadcast", f"src={src}", tensor), timeout)
+            store(flat, tensor)
+        return tensor
+
+    def do_barrier(self, timeout: float | None) -> None:
+        self.compare_calls("barrier()", timeout)
+        ring.barrier(self, timeout=self.seconds(timeout))
+
+    def do_reduce(self, tensor: Tensor, dst: int, op: ReduceOp, timeout: float | None) -> Tensor:
+        self.compare_calls(describe_call("reduce", f"{op}, dst={dst}", tensor), timeout)
+        flat = flatten(tensor, self.device)
+        if self.world_size > 1:
+            gather.reduce(self, flat, dst, op, timeout=self.seconds(timeout))
+        if self.rank == dst:
+            store(flat, tensor)
+        return tensor
+
+    def do_reduce_scatter(self, tensor: Tensor, op: ReduceOp, timeout: float | None) -> Tensor:
+        self.compare_calls(describe_call("reduce_scatter", op, tensor), timeout)
+        flat = flatten(tensor, self.device)
+        if self.world_size == 1:
+            return flat.clone().to(tensor.device)
+        return gather.reduce_scatter(self, flat, op, timeout=self.seconds(timeout)).to(tensor.device)
+
+    def do_all_gather(self, tensor: Tensor, timeout: float | None) -> list[Tensor]:
+        self.compare_calls(f"all_gather() of {describe_rows(tensor)}", timeout)
+        return gather.all_gather(self, tensor.detach().contiguous(), timeout=self.seconds(timeout))
+
+    def do_gather(self, tensor: Tensor, dst: int, timeout: float | None) -> list[Tensor] | None:
+        self.compare_calls(f"gather(dst={dst}) of {describe_rows(tensor)}", timeout)
+        return gather.gather(self, tensor.detach().contiguous(), dst, timeout=self.seconds(timeout))
+
+    def do_scatter(self, tensors: Tensors | None, src: int, out: Tensor, timeout: float | None) -> Tensor:
+        self.compare_calls(f"scatter(src={src})", timeout)
+        gather.scatter(self, tensors, src, out.detach(), timeout=self.seconds(timeout))
+        return out
+
+    def do_all_to_all(self, sends: Tensors, recvs: Tensors, timeout: float | None) -> None:
+        self.compare_calls("all_to_all()", timeout)
+        gather.all_to_all(self, sends, [out.detach() for out in recvs], timeout=self.seconds(timeout))
+
+    # For transports that can do better, with flat contiguous tensors; `call` is what the ranks must agree on, in words
+
+    def all_reduce_flat(
+        self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None
+    ) -> None:
         """Reduce `flat_in` over all ranks into `flat_out`, which may be the same tensor."""
         self.compare_calls(call, timeout)
         if flat_out is not flat_in:
             flat_out.copy_(flat_in)
         ring.all_reduce(self, flat_out, op, timeout=self.seconds(timeout))
 
-    def do_broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
+    def broadcast_flat(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
         """Overwrite `flat` with rank `src`'s."""
         self.compare_calls(call, timeout)
         ring.broadcast(self, flat, src, timeout=self.seconds(timeout))
-
-    def do_barrier(self, timeout: float | None) -> None:
-        """Return once every rank has called."""
-        self.compare_calls("barrier()", timeout)
-        ring.barrier(self, timeout=self.seconds(timeout))
 
     def compare_calls(self, call: str, timeout: float | None) -> None:
         """Raise `CollectiveMismatch` if the ranks called something else; a transport that cannot tell does nothing."""

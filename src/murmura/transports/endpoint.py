@@ -194,10 +194,18 @@ class Endpoint:
 
     # Operations
 
-    def run_operation(self, name: str, work: Callable[[], Any], async_op: bool, sent: Sequence[Tensor] = ()) -> Any:
-        """Run `work`, which sends `sent`, as operation `name` in its turn; return its result, or a `Ticket`.
+    def run_operation(
+        self,
+        name: str,
+        work: Callable[[], Any],
+        async_op: bool,
+        sent: Sequence[Tensor] = (),
+        received: Sequence[Tensor] = (),
+    ) -> Any:
+        """Run `work` as operation `name` in its turn; return its result, or a `Ticket` if `async_op`.
 
-        Listeners and observers are told of it, unless it is part of another operation.
+        `sent` and `received` are the tensors that it reads and, as far as they are known before, writes. Listeners and
+        observers are told of it, unless it is part of another operation.
         """
         if name != "exchange":
             self.announce()

@@ -1,8 +1,8 @@
 """The errors of a transport: who waited for whom, in which operation, and what to do.
 
 Every number in them, in texts and in fields, is a rank of the world, also on a channel of fewer ranks: a `Reporter`
-is given the ranks of its channel and names those of the world. What a rank tells its peers at its end is a
-`ExitNotice`: the root cause, which is passed on unchanged by those who only heard of it.
+is given the ranks of its channel and names those of the world. A rank that leaves or fails gives its peers an
+`ExitNotice`: the root cause, which a rank that fails because of another passes on unchanged.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def mismatch(rank: int, operation: str, calls: Mapping[int, str]) -> CollectiveM
 
 
 def words_of(error: BaseException) -> str:
-    """Kind and message of any exception, also of one that cannot be put into words."""
+    """Kind and message of any exception, also of one whose own __str__ fails."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # whatever its own __str__ raises
@@ -84,7 +84,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def follow(peer: int, awaits: Callable[[int], int | None]) -> int:
-    """The rank on which `peer` hangs at last: `awaits(r)` is whom rank r waits for. In a circle, `peer` itself."""
+    """The rank at the end of the chain of waits from `peer`: `awaits(r)` is whom r waits for. In a circle, `peer`."""
     seen = [peer]
     while (awaited := awaits(seen[-1])) is not None:
         if awaited in seen:
@@ -95,7 +95,7 @@ def follow(peer: int, awaits: Callable[[int], int | None]) -> int:
 
 @dataclass(frozen=True)
 class ExitNotice:
-    """Why a rank can no longer be waited for, as it tells its peers: they then raise the same cause, not a guess."""
+    """Why a rank can no longer be waited for; its peers raise this cause instead of a guess."""
 
     culprit: int  # the rank at fault; of a mismatch, the rank that tells
     story: str = "closed its transport and left"  # what became of the culprit; of a time-out, what the witness did
@@ -105,7 +105,7 @@ class ExitNotice:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> ExitNotice:
-        """What the failure of `rank` with `error` means to its peers; what it only heard of, it passes on."""
+        """The notice of a rank that failed with `error`; an error that another rank caused passes on its notice."""
         for each in _chain(error):
             if isinstance(each, CollectiveMismatch):
                 calls = {str(other): call for other, call in each.calls.items()}

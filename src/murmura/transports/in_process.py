@@ -30,7 +30,7 @@ __all__ = ["InProcessTransport"]
 
 @dataclass
 class _Message:
-    """A tensor on offer from one rank to another; the receiver copies it and says so."""
+    """A tensor sent from one rank to another; the receiver copies it and sets `taken`."""
 
     tensor: Tensor
     taken: bool = False
@@ -74,7 +74,7 @@ class _SharedState:
         return self.calls[self.arrived[rank] & 1][rank]
 
     def answer(self, peer: int, rank: int) -> None:
-        """`rank` has done something that `peer` may wait for: until `peer` looks again, it awaits nobody."""
+        """Note that `rank` did something that `peer` may wait for: until `peer` looks again, it awaits nobody."""
         if self.awaits[peer] == rank:
             self.awaits[peer] = None
 
@@ -166,7 +166,9 @@ class InProcessTransport(Transport):
 
     # Collectives
 
-    def do_all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
+    def all_reduce_flat(
+        self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None
+    ) -> None:
         payload = self._enter(call, (flat_in, flat_out), timeout)
         reduction = Reduction(op, flat_in.dtype, self.world_size, flat_in.device)
         numel = flat_in.numel()
@@ -180,7 +182,7 @@ class InProcessTransport(Transport):
         )
         self._sync(timeout)
 
-    def do_broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
+    def broadcast_flat(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
         payload = self._enter(call, flat, timeout)
         if self.rank != src:
             flat.copy_(payload[src])

@@ -1,4 +1,4 @@
-"""Who is told before a collective begins: so that what a rank owes its peers is done before it waits for them."""
+"""Methods called before a collective begins, so that a rank first does what its peers wait for."""
 
 from __future__ import annotations
 

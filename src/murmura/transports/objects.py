@@ -14,18 +14,17 @@ from murmura.transports.base import Transport
 
 def bytes_to_tensor(data: bytes) -> Tensor:
     """Copy `data` into a new uint8 tensor in host memory."""
-    return torch.tensor(list(data), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def bytes_from_tensor(tensor: Tensor) -> bytes:
     """Return the bytes of a uint8 tensor, whichever device holds it."""
-    return bytes(tensor.tolist())
+    return tensor.cpu().numpy().tobytes()
 
 
 def all_gather_bytes(transport: Transport, data: bytes, timeout: float | None = None) -> list[bytes]:
     """Return every rank's `data`, in rank order; lengths may differ. Collective."""
     gathered = transport.all_gather(bytes_to_tensor(data), timeout=timeout)
-    assert isinstance(gathered, list)
     return [bytes_from_tensor(each) for each in gathered]
 
 

@@ -211,14 +211,16 @@ class ProcessGroupTransport(Transport):
 
     # Collectives the group has itself
 
-    def do_all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
+    def all_reduce_flat(
+        self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None
+    ) -> None:
         self.compare_calls(call, timeout)
         if flat_out is not flat_in:
             flat_out.copy_(flat_in)
         if flat_out.dtype not in _NATIVE_DTYPES:
             ring.all_reduce(self, flat_out, op, timeout=self.seconds(timeout))
             return
-        # A sum of numbers whose mean is a float16 may be none.
+        # The sum may exceed the range of float16 where the mean does not.
         total = flat_out.float() if op is ReduceOp.MEAN and flat_out.dtype is torch.float16 else flat_out
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
@@ -228,7 +230,7 @@ class ProcessGroupTransport(Transport):
         if total is not flat_out:
             flat_out.copy_(total)
 
-    def do_broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
+    def broadcast_flat(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
         self.compare_calls(call, timeout)
         options = dist.BroadcastOptions()
         options.rootRank = src
@@ -236,6 +238,8 @@ class ProcessGroupTransport(Transport):
         self._await(lambda limit: self._group.broadcast([raw], _limited(options, limit)), timeout)
 
     def do_barrier(self, timeout: float | None) -> None:
+        if self.world_size == 1:
+            return
         self.compare_calls("barrier()", timeout)
         token = torch.zeros(1, device=self.device)
         options = dist.AllreduceOptions()
@@ -271,7 +275,7 @@ class ProcessGroupTransport(Transport):
         return ticket
 
     def _break_off(self) -> None:
-        """End what waits in a group of our own; one that was handed over may be in use elsewhere."""
+        """End the waits in a group of our own; a group that was handed over may be in use elsewhere."""
         if not self._owns_group:
             return
         if self._on_cuda:
@@ -338,7 +342,7 @@ class ProcessGroupTransport(Transport):
         return self._group._end_coalescing(*device)
 
     def _await(self, start: Callable[[timedelta], Any], timeout: float | None) -> None:
-        """Start works of the group and wait for all of them; their failure becomes one of ours."""
+        """Start works of the group and wait for all of them; translate their errors into ours."""
         deadline = Deadline(self.seconds(timeout))
         with self._translated(deadline):
             works = start(timedelta(seconds=deadline.timeout))
@@ -358,7 +362,7 @@ class ProcessGroupTransport(Transport):
             raise self._explain(error, waited) from error
 
     def _explain(self, error: Exception, waited: float) -> Exception:
-        """The error of ours that a failure of the group amounts to."""
+        """Translate an error of the group into one of ours."""
         operation = self.operation or "an operation"
         timed_out = is_timeout(error)
         if self._failure_log is None:

@@ -1,4 +1,4 @@
-"""What decorators share: everything goes to the transport inside, through one method that may do more."""
+"""Transports around another transport: its place in the world and its life, and every operation if wanted."""
 
 from __future__ import annotations
 
@@ -10,28 +10,12 @@ import torch
 from torch import Tensor
 
 from murmura.observe.probe import Probe
-from murmura.transports.base import Pairs, Transport
-from murmura.transports.checks import (
-    check_all_reduce,
-    check_all_to_all,
-    check_broadcast,
-    check_exchange,
-    check_gather,
-    check_reduce,
-    check_reduce_scatter,
-    check_scatter,
-    check_timeout,
-)
+from murmura.transports.base import Pairs, Tensors, Transport
 from murmura.types import ReduceOp
 
-Tensors = Sequence[Tensor]
 
-
-class TransportDecorator(Transport):
-    """A transport that hands every operation to `inner`; a subclass says in `around` what else happens.
-
-    Closing it closes the transport inside.
-    """
+class TransportWrapper(Transport):
+    """A transport around `inner`, which has the same ranks and is closed and aborted with it."""
 
     def __init__(self, transport: Transport) -> None:
         super().__init__(
@@ -50,15 +34,8 @@ class TransportDecorator(Transport):
         return super().without_listeners()
 
     @abstractmethod
-    def around(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any]) -> Any:
-        """Carry out operation `name` by calling `work`; `received` are the tensors it writes, if known before."""
-
-    @abstractmethod
     def wrap(self, split: Transport) -> Self:
-        """The same decoration around a channel or subgroup of the transport inside."""
-
-    def _do(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any], async_op: bool) -> Any:
-        return self.run_operation(name, lambda: self.around(name, sent, received, work), async_op, sent)
+        """The same wrapper around a channel or subgroup of the transport inside."""
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> Self | None:
         split = self.inner.split(name, ranks)
@@ -80,101 +57,47 @@ class TransportDecorator(Transport):
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         return self.inner.allocate(numel, dtype, device)
 
-    # Every operation, synchronous inside, in the order of this transport
 
-    def exchange(self, sends: Pairs, recvs: Pairs, *, async_op: bool = False, timeout: float | None = None) -> Any:
-        check_exchange(sends, recvs, timeout, self.rank, self.world_size)
-        sent, received = [tensor for tensor, _ in sends], [out for out, _ in recvs]
-        return self._do(
-            "exchange", sent, received, lambda: self.inner.exchange(sends, recvs, timeout=timeout), async_op
-        )
+class TransportDecorator(TransportWrapper):
+    """A wrapper that hands every operation to `inner`; a subclass says in `around` what else happens."""
 
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        op: ReduceOp | str = ReduceOp.SUM,
-        *,
-        out: Tensor | None = None,
-        async_op: bool = False,
-        timeout: float | None = None,
+    @abstractmethod
+    def around(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any]) -> Any:
+        """Carry out operation `name` by calling `work`; `received` are the tensors it writes, if known before."""
+
+    def run_operation(
+        self, name: str, work: Callable[[], Any], async_op: bool, sent: Tensors = (), received: Tensors = ()
     ) -> Any:
-        check_all_reduce(tensor, op, out, timeout)
-        target = tensor if out is None else out
-        return self._do(
-            "all_reduce",
-            [tensor],
-            [target],
-            lambda: self.inner.all_reduce(tensor, op, out=out, timeout=timeout),
-            async_op,
-        )
+        return super().run_operation(name, lambda: self.around(name, sent, received, work), async_op, sent, received)
 
-    def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
-        check_broadcast(tensor, src, timeout, self.world_size)
-        sent, received = ([tensor], []) if self.rank == src else ([], [tensor])
-        return self._do(
-            "broadcast", sent, received, lambda: self.inner.broadcast(tensor, src, timeout=timeout), async_op
-        )
+    # Each operation, synchronous inside, in the order of this transport
 
-    def barrier(self, timeout: float | None = None) -> None:
-        check_timeout(timeout)
-        self._do("barrier", [], [], lambda: self.inner.barrier(timeout), False)
+    def do_exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
+        self.inner.exchange(sends, recvs, timeout=timeout)
 
-    def reduce(
-        self,
-        tensor: Tensor,
-        dst: int = 0,
-        op: ReduceOp | str = ReduceOp.SUM,
-        *,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Any:
-        check_reduce(tensor, dst, op, timeout, self.world_size)
-        sent, received = ([], [tensor]) if self.rank == dst else ([tensor], [])
-        return self._do("reduce", sent, received, lambda: self.inner.reduce(tensor, dst, op, timeout=timeout), async_op)
+    def do_all_reduce(self, tensor: Tensor, op: ReduceOp, out: Tensor | None, timeout: float | None) -> Tensor:
+        return self.inner.all_reduce(tensor, op, out=out, timeout=timeout)
 
-    def reduce_scatter(
-        self,
-        tensor: Tensor,
-        op: ReduceOp | str = ReduceOp.SUM,
-        *,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Any:
-        check_reduce_scatter(tensor, op, timeout)
-        return self._do(
-            "reduce_scatter", [tensor], [], lambda: self.inner.reduce_scatter(tensor, op, timeout=timeout), async_op
-        )
+    def do_broadcast(self, tensor: Tensor, src: int, timeout: float | None) -> Tensor:
+        return self.inner.broadcast(tensor, src, timeout=timeout)
 
-    def all_gather(self, tensor: Tensor, *, async_op: bool = False, timeout: float | None = None) -> Any:
-        check_gather(tensor, 0, timeout, self.world_size)
-        return self._do("all_gather", [tensor], [], lambda: self.inner.all_gather(tensor, timeout=timeout), async_op)
+    def do_barrier(self, timeout: float | None) -> None:
+        self.inner.barrier(timeout)
 
-    def gather(self, tensor: Tensor, dst: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
-        check_gather(tensor, dst, timeout, self.world_size)
-        return self._do("gather", [tensor], [], lambda: self.inner.gather(tensor, dst, timeout=timeout), async_op)
+    def do_reduce(self, tensor: Tensor, dst: int, op: ReduceOp, timeout: float | None) -> Tensor:
+        return self.inner.reduce(tensor, dst, op, timeout=timeout)
 
-    def scatter(
-        self,
-        tensors: Tensors | None,
-        src: int = 0,
-        *,
-        out: Tensor,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Any:
-        check_scatter(tensors, src, out, timeout, self.rank, self.world_size)
-        return self._do(
-            "scatter",
-            tensors or [],
-            [out],
-            lambda: self.inner.scatter(tensors, src, out=out, timeout=timeout),
-            async_op,
-        )
+    def do_reduce_scatter(self, tensor: Tensor, op: ReduceOp, timeout: float | None) -> Tensor:
+        return self.inner.reduce_scatter(tensor, op, timeout=timeout)
 
-    def all_to_all(
-        self, sends: Tensors, recvs: Tensors, *, async_op: bool = False, timeout: float | None = None
-    ) -> Any:
-        check_all_to_all(sends, recvs, timeout, self.rank, self.world_size)
-        return self._do(
-            "all_to_all", sends, recvs, lambda: self.inner.all_to_all(sends, recvs, timeout=timeout), async_op
-        )
+    def do_all_gather(self, tensor: Tensor, timeout: float | None) -> list[Tensor]:
+        return self.inner.all_gather(tensor, timeout=timeout)
+
+    def do_gather(self, tensor: Tensor, dst: int, timeout: float | None) -> list[Tensor] | None:
+        return self.inner.gather(tensor, dst, timeout=timeout)
+
+    def do_scatter(self, tensors: Tensors | None, src: int, out: Tensor, timeout: float | None) -> Tensor:
+        return self.inner.scatter(tensors, src, out=out, timeout=timeout)
+
+    def do_all_to_all(self, sends: Tensors, recvs: Tensors, timeout: float | None) -> None:
+        self.inner.all_to_all(sends, recvs, timeout=timeout)

@@ -11,14 +11,12 @@ import re
 import threading
 import time
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from typing import Self
 
 from murmura.collectives.deadline import Deadline
 from murmura.errors import ConfigError
-from murmura.observe.probe import Probe
 from murmura.transports.base import Pairs, Transport
+from murmura.transports.decorators.base import TransportWrapper
 
 __all__ = ["ThrottledTransport", "parse_rate"]
 
@@ -43,7 +41,7 @@ class _Link:
         self._free_at = 0.0  # when it has carried what came before
 
     def carry(self, began: float, seconds: float) -> float:
-        """When an exchange that began so and has just been met will have been carried, if it takes `seconds`."""
+        """Return when the link will have carried an exchange that began at `began`, is met now, and takes `seconds`."""
         with self._lock:
             met = time.monotonic()
             # Ranks that begin at once after their last exchange, and meet at once, lose no time on the link to thread
@@ -53,21 +51,13 @@ class _Link:
             return self._free_at
 
 
-class ThrottledTransport(Transport):
+class ThrottledTransport(TransportWrapper):
     """`transport` behind a link of `bandwidth` and `latency` seconds. Closing it closes the transport inside."""
 
     def __init__(self, transport: Transport, bandwidth: str = "100mbit", latency: float = 0.0) -> None:
         if not latency >= 0:
             raise ConfigError(f"latency={latency}: give seconds, 0 or more.")
-        super().__init__(
-            transport.rank,
-            transport.world_size,
-            hosts=transport.hosts,
-            timeout=transport.timeout,
-            name=f"ThrottledTransport({transport.name})",
-            world_ranks=transport.world_ranks,
-        )
-        self.inner = transport
+        super().__init__(transport)
         self.bytes_per_second = parse_rate(bandwidth)
         self.sent_bytes = 0
         self._bandwidth, self._latency = bandwidth, latency
@@ -84,28 +74,18 @@ class ThrottledTransport(Transport):
         peers = sorted({peer for _, peer in (*sends, *recvs)})
         self._pass_time(self._link.carry(began, seconds), deadline, peers)
 
-    def split(self, name: str, ranks: Sequence[int] | None = None) -> ThrottledTransport | None:
-        split = self.inner.split(name, ranks)
-        if split is None:
-            return None
-        throttled = ThrottledTransport(split, self._bandwidth, self._latency)
+    def wrap(self, split: Transport) -> Self:
+        throttled = type(self)(split, self._bandwidth, self._latency)
         throttled._link = self._link  # a rank has one link, however many channels use it
-        self.keep_split(throttled, ranks)
         return throttled
-
-    def observe_waiting(self, probe: Probe | None) -> None:
-        self.inner.observe_waiting(probe)
 
     def on_abort(self, error: BaseException) -> None:
         self._ended.set()
-        self.inner.abort(error)
+        super().on_abort(error)
 
     def on_close(self) -> None:
         self._ended.set()
-        self.inner.close()
-
-    def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
-        return self.inner.allocate(numel, dtype, device)
+        super().on_close()
 
     def compare_calls(self, call: str, timeout: float | None) -> None:
         # Comparing calls is the business of the transport inside, and costs nothing on the link.

@@ -3,7 +3,7 @@
 `inside` joins the ranks of this host; the first of them is its `leader`; `between` joins the leaders; `across` joins
 all ranks. All-reduce, broadcast and barrier send each byte once to a host instead of once to a rank, and work on the
 memory while the network works. Every other operation consists of messages from rank to rank: those to a rank of the
-same host go `inside`, the others `across`. What fails in one of the three is told in the ranks of the whole.
+same host go `inside`, the others `across`. An error of one of the three groups is raised in ranks of the whole.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class HierarchicalTransport(Transport):
         hosts: Sequence[int] | None = None,
         name: str = "",
     ) -> Self:
-        """Meet the other ranks at `store`; every rank calls it with the same store.
+        """Join the other ranks at `store`; every rank calls it with the same store.
 
         `backend` is that of the group between the leaders. `hosts` pretends that ranks are on several hosts.
         """
@@ -149,7 +149,7 @@ class HierarchicalTransport(Transport):
         self._store = self._store_served = None
 
     def _end_waits(self, error: BaseException) -> None:
-        """Those of this rank, and those of its peers for it."""
+        """End the waits of this rank, and those of its peers for it."""
         self._inside.abort(error)
         for group in (self._between, self._across):
             if group is not None:
@@ -157,10 +157,12 @@ class HierarchicalTransport(Transport):
 
     # Collectives by host
 
-    def do_all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
-        if op is ReduceOp.MEAN and flat_in.dtype is torch.float16:  # the sum of such numbers may be none
+    def all_reduce_flat(
+        self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None
+    ) -> None:
+        if op is ReduceOp.MEAN and flat_in.dtype is torch.float16:  # whose range the sum may exceed
             wide = flat_in.float()
-            self.do_all_reduce(wide, wide, op, call, timeout)
+            self.all_reduce_flat(wide, wide, op, call, timeout)
             flat_out.copy_(wide)
             return
         deadline = Deadline(self.seconds(timeout))
@@ -185,7 +187,7 @@ class HierarchicalTransport(Transport):
                         segment.div_(self.world_size)
                 self._broadcast_inside(segment, 0, deadline)
 
-    def do_broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
+    def broadcast_flat(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
         deadline = Deadline(self.seconds(timeout))
         self.compare_calls(call, timeout)
         at_home = src in self._place
@@ -253,7 +255,7 @@ class HierarchicalTransport(Transport):
     # Messages
 
     def do_exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
-        """Messages inside and across are under way at the same time, for either may wait for the other elsewhere."""
+        """Exchange inside and across at the same time, since on another rank either may wait for the other."""
         deadline = Deadline(self.seconds(timeout))
         is_whole = self.operation == "exchange"  # and not part of a collective
         if is_whole:
@@ -339,7 +341,7 @@ class HierarchicalTransport(Transport):
 
     @contextlib.contextmanager
     def _explained(self, awaited: Sequence[int]) -> Iterator[None]:
-        """Let a failure of a part become one of the whole, which had waited for `awaited`."""
+        """Translate an error of a group into one of the whole transport, which had waited for `awaited`."""
         try:
             yield
         except (TransportError, CollectiveMismatch) as error:

@@ -20,7 +20,7 @@ from murmura.transports.shared_memory.session import STAGING_BYTES, CollectiveSe
 PIECES_AHEAD = 2
 
 
-def all_reduce_flat(
+def all_reduce_in_segment(
     session: CollectiveSession, flat_in: Tensor, flat_out: Tensor, reduction: Reduction, call: str
 ) -> None:
     """Reduce `flat_in` over all ranks into `flat_out`, which may be the same."""

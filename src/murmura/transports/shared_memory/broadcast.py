@@ -10,7 +10,7 @@ from murmura.transports.shared_memory.control_block import PIECES, PLACE_IN, slo
 from murmura.transports.shared_memory.session import STAGING_BYTES, CollectiveSession
 
 
-def broadcast_bytes(session: CollectiveSession, raw: Tensor, src: int, call: str) -> None:
+def broadcast_in_segment(session: CollectiveSession, raw: Tensor, src: int, call: str) -> None:
     """Copy rank `src`'s bytes to every rank."""
     segment = session.segment
     if raw.numel() <= slot_bytes(session.world_size):

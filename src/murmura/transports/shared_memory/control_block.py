@@ -64,7 +64,7 @@ def slots_at(world_size: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def digest_of(call: str) -> int:
-    """63 bits that stand for a call: ranks compare these instead of the words."""
+    """63 bits of a hash of a call; ranks compare these instead of the words."""
     return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -232,7 +232,7 @@ class ControlBlock:
                 raise self.reporter.mismatch(operation, calls)
 
     def _state_of(self, awaited: Sequence[int]) -> str:
-        """What is known of peers that let us wait, as sentences."""
+        """Describe what is known of the peers that this rank waits for, as sentences."""
         stories = []
         for peer in awaited:
             story = f"Rank {self.reporter.world_rank(peer)} last entered #{self.read(peer, ENTERED)}"

@@ -20,8 +20,8 @@ from murmura.transports.checks import check_timeout, describe, describe_call, fl
 from murmura.transports.failures import ExitNotice
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.shared_memory import futex, rendezvous
-from murmura.transports.shared_memory.all_reduce import all_reduce_flat
-from murmura.transports.shared_memory.broadcast import broadcast_bytes
+from murmura.transports.shared_memory.all_reduce import all_reduce_in_segment
+from murmura.transports.shared_memory.broadcast import broadcast_in_segment
 from murmura.transports.shared_memory.control_block import ControlBlock, SegmentNotes, block_bytes, slots_at
 from murmura.transports.shared_memory.point_to_point import MessageExchange
 from murmura.transports.shared_memory.segment import Segment, create_memfd
@@ -249,12 +249,14 @@ class SharedMemoryTransport(Transport):
             self.abort(error)
             raise
 
-    def do_all_reduce(self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None) -> None:
+    def all_reduce_flat(
+        self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None
+    ) -> None:
         reduction = Reduction(op, flat_in.dtype, self.world_size, flat_in.device)
-        all_reduce_flat(self._begin(timeout), flat_in, flat_out, reduction, call)
+        all_reduce_in_segment(self._begin(timeout), flat_in, flat_out, reduction, call)
 
-    def do_broadcast(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
-        broadcast_bytes(self._begin(timeout), flat.view(torch.uint8), src, call)
+    def broadcast_flat(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
+        broadcast_in_segment(self._begin(timeout), flat.view(torch.uint8), src, call)
 
     def do_barrier(self, timeout: float | None) -> None:
         self.compare_calls("barrier()", timeout)
