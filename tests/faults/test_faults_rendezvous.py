@@ -31,7 +31,7 @@ def _expect_deadline(report, timeout=TIMEOUT):
     assert timeout - 0.1 <= report.waited < timeout + SLACK_SECONDS
 
 
-def _await_admission(host, guest):
+def _await_joined(host, guest):
     """Return once the process `host` holds a pidfd of `guest`: that is, has let it in."""
     give_up = time.monotonic() + 20.0
     while True:
@@ -78,7 +78,7 @@ def test_every_rank_that_came_names_the_one_that_did_not():
 
 def test_the_others_hear_at_once_that_rank_zero_died_while_they_waited():
     with World("processes", 3, reduce_until, "prepared", "go_on", 0, only=[0, 1]) as world:
-        _await_admission(world.actors[0], world.actors[1])
+        _await_joined(world.actors[0], world.actors[1])
         killed = world.kill(0)
         (report,) = world.reports(1)
         _expect_refusal(report)
@@ -89,7 +89,7 @@ def test_the_others_hear_at_once_that_rank_zero_died_while_they_waited():
 
 def test_a_rank_that_died_after_it_was_let_in_is_lost_in_the_first_operation():
     with World("processes", 3, reduce_until, "prepared", "go_on", 0, only=[0, 1]) as world:
-        _await_admission(world.actors[0], world.actors[1])
+        _await_joined(world.actors[0], world.actors[1])
         world.kill(1)
         world.start(2)
         for report in world.reports(0, 2):
@@ -99,7 +99,7 @@ def test_a_rank_that_died_after_it_was_let_in_is_lost_in_the_first_operation():
 
 def test_a_rank_that_died_on_the_way_is_among_the_missing():
     with World("processes", 3, reduce_until, "prepared", "go_on", 0, timeout=TIMEOUT, only=[0, 1]) as world:
-        _await_admission(world.actors[0], world.actors[1])
+        _await_joined(world.actors[0], world.actors[1])
         world.kill(1)
         (report,) = world.reports(0)
         _expect_refusal(report)
@@ -151,7 +151,7 @@ def test_both_sides_hear_that_they_believe_in_different_world_sizes():
 
 def test_a_second_process_with_the_same_rank_is_turned_away_and_the_world_works():
     with World("processes", 3, reduce_until, "prepared", "return_early", 0, only=[0, 1]) as world:
-        _await_admission(world.actors[0], world.actors[1])
+        _await_joined(world.actors[0], world.actors[1])
         double = Actor("second rank 1", join_and_play, world.job, 1, 3, 20.0, reduce_until, ())
         try:
             report = double.report()
@@ -168,7 +168,7 @@ def test_a_second_process_with_the_same_rank_is_turned_away_and_the_world_works(
 
 def test_a_second_rank_zero_is_turned_away_and_the_world_works():
     with World("processes", 3, reduce_until, "prepared", "return_early", 0, only=[0, 1]) as world:
-        _await_admission(world.actors[0], world.actors[1])
+        _await_joined(world.actors[0], world.actors[1])
         double = Actor("second rank 0", join_and_play, world.job, 0, 3, 20.0, reduce_until, ())
         try:
             report = double.report()
@@ -256,7 +256,7 @@ def test_a_process_that_goes_on_keeps_nothing_of_the_worlds_it_was_in():
 
 def test_nothing_is_left_of_a_meeting_whose_ranks_are_all_killed():
     with World("processes", 3, reduce_until, "prepared", "go_on", 0, only=[0, 1]) as world:
-        _await_admission(world.actors[0], world.actors[1])
+        _await_joined(world.actors[0], world.actors[1])
         for rank in (0, 1):
             world.actors[rank].signal(signal.SIGKILL)
         assert [world.actors[rank].exitcode for rank in (0, 1)] == [-signal.SIGKILL] * 2
