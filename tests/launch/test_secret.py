@@ -79,7 +79,7 @@ def test_a_wrong_or_missing_secret_ends_both_sides_before_they_connect(secrets: 
         with pytest.raises(RendezvousError, match=ADVICE):
             raise error
         assert "fish" not in str(error)
-    assert store.check(["murmura/job/meeting", "murmura/job/here/1"]), "they did not meet"
+    assert store.check(["murmura/job/rendezvous", "murmura/job/here/1"]), "they did not meet"
     # These two, what rank 0 made of them, and one of torch's own: nobody told where it can be reached.
     assert store.num_keys() <= 4
 

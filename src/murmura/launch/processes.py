@@ -57,6 +57,9 @@ class RankSpec:
     store_file: str  # the rendezvous of process groups
 
 
+FORK_SERVER_SECONDS = 5.0  # for a fork server that is ending to be gone
+
+
 def run_processes(
     fn: Callable[..., Any],
     world_size: int,
@@ -131,6 +134,18 @@ def _pickle_work(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 
 def _start(process: Any) -> None:
+    """Start `process`; a fork server that is just ending, after a start that failed, is started anew."""
+    deadline = time.monotonic() + FORK_SERVER_SECONDS
+    while True:
+        try:
+            return _start_once(process)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def _start_once(process: Any) -> None:
     try:
         process.start()
     except RuntimeError as error:
@@ -199,7 +214,8 @@ def _stop(processes: Sequence[Any]) -> None:
         for process in alive:
             process.join(seconds)
     for process in processes:
-        process.close()
+        if process.exitcode is not None:  # else nobody can tell its end any more: the fork server is gone
+            process.close()
 
 
 # In the rank's process
