@@ -118,11 +118,11 @@ class TroubledTransport(TransportDecorator):
         super().__init__(transport)
         self._trouble = trouble
 
-    def _around(self, name: str, sent: Any, received: Any, work: Callable[[], Any]) -> Any:
+    def around(self, name: str, sent: Any, received: Any, work: Callable[[], Any]) -> Any:
         self._trouble.operation()
         return work()
 
-    def _wrap(self, split: Transport) -> "TroubledTransport":
+    def wrap(self, split: Transport) -> "TroubledTransport":
         return TroubledTransport(split, self._trouble)
 
 

@@ -272,7 +272,7 @@ class WaitDeadline(Deadline):
                     self._grace = grace_seconds(self.timeout)
                     return
             raise self._reporter.timed_out(awaited, self._operation, waited, state, self._notes)
-        if waited >= self._warn_after:
+        if waited >= self._warn_after and not self._grace:
             self._warn_after *= 2
             log.warning(
                 "rank %d has waited %.0f s for %s in %s; it gives up after %.0f s.%s",
