@@ -231,10 +231,12 @@ def test_several_messages_of_one_rank_name_it_once():
 def test_the_others_are_cancelled_with_the_rank_that_raised():
     """They compute while rank 0 raises, and hear of it at their next communication."""
     failed = threading.Event()
+    all_have_a_channel = threading.Barrier(3)
     seen = {}
 
     def program(transport):
         channel = transport.channel("side")
+        all_have_a_channel.wait(20.0)
         if transport.rank == 0:
             raise ValueError("the loader broke")
         failed.wait(20.0)
