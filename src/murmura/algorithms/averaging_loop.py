@@ -21,7 +21,7 @@ log = logging.getLogger("murmura")
 
 TICK_SECONDS = 0.05
 MARGIN_SECONDS = 0.5
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 1.5
 """How long a rank that stops waits for the others' votes before it leaves all the same."""
 
 
