@@ -27,10 +27,12 @@ from murmura.transports.checks import store as bring_back
 from murmura.transports.failure_log import FailureLog, is_timeout
 from murmura.transports.failures import ExitNotice, Reporter, WaitDeadline
 from murmura.transports.host import Liveness
+from murmura.transports.process_group_messages import ProcessGroupMessages
 from murmura.transports.rendezvous import Roster, Store, build_group, sign_in, under
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.signed_store import SignedStore
 from murmura.transports.stalls import StallNotes
+from murmura.transports.tagged_messages import TaggedMessages
 from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp, parse
 
@@ -42,6 +44,9 @@ _OPS: dict[ReduceOp, Any] = {
     ReduceOp.MIN: dist.ReduceOp.MIN,
     ReduceOp.MAX: dist.ReduceOp.MAX,
     ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+    ReduceOp.BAND: dist.ReduceOp.BAND,
+    ReduceOp.BOR: dist.ReduceOp.BOR,
+    ReduceOp.BXOR: dist.ReduceOp.BXOR,
 }
 _NATIVE_DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64
@@ -192,6 +197,11 @@ class ProcessGroupTransport(Transport):
             raise
         self.keep_split(split, members)
         return split
+
+    def tagged_messages(self) -> TaggedMessages:
+        channel = self.split("tagged messages")
+        assert channel is not None  # every rank is a member
+        return ProcessGroupMessages(channel)
 
     def on_abort(self, error: BaseException) -> None:
         if self._failure_log is not None and not self.closed:

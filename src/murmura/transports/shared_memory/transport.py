@@ -16,17 +16,20 @@ from murmura.errors import ConfigError
 from murmura.observe.probe import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Async, Op, Pairs, Seconds, Sync, Transport
-from murmura.transports.checks import check_timeout, describe, describe_call, flatten, store
+from murmura.transports.checks import Tensors, check_timeout, describe, describe_call, flatten, store
 from murmura.transports.failures import ExitNotice
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.shared_memory import futex, rendezvous
 from murmura.transports.shared_memory.all_reduce import all_reduce_in_segment
 from murmura.transports.shared_memory.broadcast import broadcast_in_segment
 from murmura.transports.shared_memory.control_block import ControlBlock, SegmentNotes, block_bytes, slots_at
+from murmura.transports.shared_memory.gather import all_gather_in_segment, reduce_scatter_in_segment
 from murmura.transports.shared_memory.point_to_point import MessageExchange
 from murmura.transports.shared_memory.segment import Segment, create_memfd
 from murmura.transports.shared_memory.session import CollectiveSession
 from murmura.transports.shared_memory.small_all_reduce import Outcome, SmallAllReduce, can_prepare
+from murmura.transports.shared_memory.tagged_messages import SharedMemoryMessages
+from murmura.transports.tagged_messages import TaggedMessages
 from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp
 
@@ -152,6 +155,11 @@ class SharedMemoryTransport(Transport):
         self.check_usable()
         return self._segment.allocate(numel, dtype)
 
+    def tagged_messages(self) -> TaggedMessages:
+        channel = self.channel("tagged messages")
+        assert isinstance(channel, SharedMemoryTransport)
+        return SharedMemoryMessages(channel)
+
     def observe_waiting(self, probe: Probe | None) -> None:
         self._control.probe = probe
 
@@ -257,6 +265,13 @@ class SharedMemoryTransport(Transport):
 
     def broadcast_flat(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
         broadcast_in_segment(self._begin(timeout), flat.view(torch.uint8), src, call)
+
+    def all_gather_flat(self, parts: Tensors, own: Tensor, call: str, timeout: float | None) -> None:
+        all_gather_in_segment(self._begin(timeout), parts, own, call)
+
+    def reduce_scatter_flat(self, out: Tensor, parts: Tensors, op: ReduceOp, call: str, timeout: float | None) -> None:
+        reduction = Reduction(op, out.dtype, self.world_size, out.device)
+        reduce_scatter_in_segment(self._begin(timeout), out, parts, reduction, call)
 
     def do_barrier(self, timeout: float | None) -> None:
         self.compare_calls("barrier()", timeout)
