@@ -41,13 +41,12 @@ def make_group(
     *,
     ranks: list[int] | None = None,
     other_devices: dict[str, str] | None = None,
-    backend_name: str = "murmura",
 ) -> MurmuraProcessGroup:
     """Meet the other ranks at `store`. `other_devices` says which backend serves which other device."""
     seconds = seconds_of(timeout) or DEFAULT_TIMEOUT.total_seconds()
     others = _make_others(other_devices or {}, store, rank, world_size, timeout, ranks or [])
     channel = open_channel(store, rank, world_size, seconds, ranks or [])
-    return MurmuraProcessGroup(channel, store, timeout, backend_name=backend_name, others=others)
+    return MurmuraProcessGroup(channel, store, timeout, others=others)
 
 
 @functools.cache

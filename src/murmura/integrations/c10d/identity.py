@@ -15,6 +15,17 @@ from murmura.integrations.c10d.memory_pool import MemoryPool
 from murmura.integrations.c10d.operation_queue import OperationQueue
 from murmura.integrations.c10d.work import FinishedWork, seconds_of
 
+
+class GroupOptions:
+    """The options of a group as torch asks for them; its own class has no constructor for other backends."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self.backend = "murmura"
+        self.global_ranks_in_group: Any = ()
+        self.group_name: Any = ""
+
+
 _ProcessGroup: Any = dist.ProcessGroup  # whose declared types are those of C++, with overloads that torch never calls
 
 
@@ -30,17 +41,19 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
     supports_time_estimate = False
     supports_tensor_alloc = True
 
-    def __init__(self, channel: Channel, store: Any, timeout: timedelta, *, backend_name: str, others: Any) -> None:
+    def __init__(
+        self, channel: Channel, store: Any, timeout: timedelta, *, others: Any = None, event_prefix: str = "murmura"
+    ) -> None:
         super().__init__(channel.transport.rank, channel.transport.world_size)
         self._channel, self._transport, self._messages = channel, channel.transport, channel.messages
         self._store = store
-        self._timeout = timeout
-        self._backend_name = backend_name
+        self._event_prefix = event_prefix  # of the names of events in torch.profiler
         self._others = others  # a group of torch's for the tensors of other devices, or None
         self._name, self._desc = "", ""
         self._queue = OperationQueue(f"c10d-{channel.transport.name}")
         self._pool = MemoryPool(channel.transport)
         self._num_barriers = 0
+        self.options = GroupOptions(timeout)
 
     # Place and names
 
@@ -51,13 +64,13 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         return self._transport.world_size
 
     def name(self) -> str:
-        return self._backend_name
+        return "murmura"
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        return self._backend_name
+        return "murmura"
 
     def _get_backend_name(self) -> str:
-        return self._backend_name
+        return "murmura"
 
     def get_group_store(self) -> Any:
         return self._store
@@ -109,12 +122,6 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
             )
         return self._others
 
-    @property
-    def options(self) -> Any:
-        options = dist.ProcessGroup.Options("murmura") if hasattr(dist.ProcessGroup, "Options") else _Options()
-        options._timeout = self._timeout
-        return options
-
     def _backend_id(self, backend_type: Any) -> int:
         return id(self)
 
@@ -148,7 +155,7 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         seconds = seconds_of(timeout)
         if seconds is None:
             raise UsageError(f"timeout={timeout} is not a time above 0: without a deadline a rank would wait for ever.")
-        self._timeout = timeout
+        self.options._timeout = timeout
         self._transport.timeout = seconds
 
     _set_default_timeout = set_timeout
@@ -183,11 +190,3 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         if device is not None and torch.device(device).type != "cpu":
             return self._elsewhere(torch.device(device))._end_coalescing(torch.device(device))
         return FinishedWork()
-
-
-class _Options:
-    """Stands in for torch's options where they cannot be made."""
-
-    _timeout: timedelta
-    global_ranks_in_group: Any = ()
-    group_name: Any = ""

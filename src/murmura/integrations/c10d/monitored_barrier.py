@@ -6,7 +6,8 @@ import time
 
 import torch
 
-from murmura.errors import MurmuraError, PeerTimeout
+from murmura.errors import MurmuraError
+from murmura.integrations.c10d.errors import GroupPeerTimeout
 from murmura.transports.failures import Reporter
 from murmura.transports.tagged_messages import TaggedMessages
 
@@ -21,6 +22,12 @@ def monitored_barrier(
 
     Without `wait_all_ranks` the first that is missing is named, in the order of ranks.
     """
+    if seconds <= 0:
+        raise GroupPeerTimeout(
+            f"Rank {reporter.own} timed out in monitoredBarrier after {seconds:g} s. Give it a timeout above 0.",
+            rank=reporter.own,
+            operation="monitored_barrier",
+        )
     tag = FIRST_TAG + number % (1 << 20)
     if messages.rank == 0:
         _await_all(messages, reporter, tag, seconds, wait_all_ranks)
@@ -31,17 +38,16 @@ def monitored_barrier(
         try:
             messages.irecv(verdict, 0, tag).wait(seconds)
         except (MurmuraError, RuntimeError) as error:
-            raise PeerTimeout(
-                f"Rank {reporter.own} successfully reached monitoredBarrier, but received errors while waiting for "
-                f"send/recv from rank {reporter.world_rank(0)} ({time.monotonic() - began:.1f} s). Please check rank "
-                f"{reporter.world_rank(0)} logs for faulty rank. ({error})",
+            raise GroupPeerTimeout(
+                f"{_reached(reporter)} ({time.monotonic() - began:.1f} s). Please check rank {reporter.world_rank(0)} "
+                f"logs for faulty rank. ({error})",
                 rank=reporter.own,
                 peer=reporter.world_rank(0),
                 operation="monitored_barrier",
             ) from error
         missing = [rank for rank in range(messages.world_size) if verdict[1 + rank]]
         if missing:
-            raise _named(reporter, missing, seconds, f"Rank {reporter.own} successfully reached monitoredBarrier, but ")
+            raise _named(reporter, missing, seconds, f"{_reached(reporter)}: ")
 
 
 def _await_all(messages: TaggedMessages, reporter: Reporter, tag: int, seconds: float, wait_all_ranks: bool) -> None:
@@ -61,10 +67,17 @@ def _await_all(messages: TaggedMessages, reporter: Reporter, tag: int, seconds: 
         raise _named(reporter, named, seconds)
 
 
-def _named(reporter: Reporter, missing: list[int], seconds: float, before: str = "") -> PeerTimeout:
+def _reached(reporter: Reporter) -> str:
+    return (
+        f"Rank {reporter.own} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
+        f"from rank {reporter.world_rank(0)}"
+    )
+
+
+def _named(reporter: Reporter, missing: list[int], seconds: float, before: str = "") -> GroupPeerTimeout:
     ranks = [reporter.world_rank(peer) for peer in missing]
     names = "Ranks " + ", ".join(map(str, ranks)) if len(ranks) > 1 else f"Rank {ranks[0]}"
-    return PeerTimeout(
+    return GroupPeerTimeout(
         f"{before}{names} failed to pass monitoredBarrier in {1000 * seconds:.0f} ms. Look at what they do, or raise "
         "the timeout.",
         rank=reporter.own,

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 
-from murmura.errors import PeerTimeout
+from murmura.integrations.c10d.errors import GroupPeerTimeout, as_torch_error
 from murmura.integrations.c10d.work import Operation, QueuedWork
 
 LAZY_SECONDS = 0.002
@@ -45,6 +45,9 @@ class OperationQueue:
         if not self._pending and self._running.acquire(False):
             try:
                 operation(timeout)
+            except BaseException as error:
+                as_torch_error(error)
+                raise
             finally:
                 self._running.release()
             if self._pending:
@@ -68,7 +71,7 @@ class OperationQueue:
         """Return when `work` has ended; run the queue up to it, unless another thread does."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not work.ended:
-            if not work.in_background and self._running.acquire(False):
+            if self._running.acquire(False):
                 try:
                     while not work.ended and self._pending:
                         head = self._pending.popleft()
@@ -84,7 +87,7 @@ class OperationQueue:
                 self._finished.wait_for(lambda: work.ended, TURN_SECONDS)
                 self._num_waiting -= 1
             if deadline is not None and not work.ended and time.monotonic() > deadline:
-                raise PeerTimeout(
+                raise GroupPeerTimeout(
                     f"an operation on {self._name} had not ended {timeout:g} s after wait() was called; it goes on. "
                     "Wait again, or give the group a shorter timeout."
                 )

@@ -99,7 +99,7 @@ class MurmuraProcessGroup(GroupIdentity):
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier after which rank 0, and then all, know which ranks did not come."""
         self._num_barriers += 1
-        seconds = seconds_of(timeout) or self._transport.timeout
+        seconds = self._transport.timeout if timeout is None else timeout.total_seconds()
         monitored_barrier(self._messages, self._transport.reporter, self._num_barriers, seconds, wait_all_ranks)
 
     # All-gather and reduce-scatter
@@ -309,24 +309,24 @@ class MurmuraProcessGroup(GroupIdentity):
     ) -> Any:
         """Run an operation now if the call is synchronous, else queue it."""
         limit = seconds_of(getattr(opts, "timeout", None))
-        profiled = profiling.is_on()
-        if getattr(opts, "asyncOp", True) is False and not profiled:
-            self._queue.run(operation, limit)
+        end = self._event(name, inputs)
+        if getattr(opts, "asyncOp", True) is False:
+            try:
+                self._queue.run(operation, limit)
+            finally:
+                if end is not None:
+                    end()
             return FinishedWork(outputs)
         if limit is not None:
             operation = _limited(operation, limit)
-        urgent = profiled or sum(tensor.nbytes for tensor in inputs if tensor.layout is torch.strided) > SMALL_BYTES
-        if profiled:  # the event of an operation ends in another thread, as those of other backends do
-            operation = _ending(operation, profiling.begin(f"{self._backend_name}:{name}", inputs))
-        work = QueuedWork(self._queue, operation, outputs)
-        work.in_background = profiled
-        self._queue.submit(work, urgent=urgent)
+        work = QueuedWork(self._queue, operation, outputs, end)
+        num_bytes = sum(tensor.nbytes for tensor in inputs if tensor.layout is torch.strided)
+        self._queue.submit(work, urgent=num_bytes > SMALL_BYTES)
         return work
 
     def _event(self, name: str, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
-        if not profiling.is_on():
-            return None
-        return profiling.ending_elsewhere(profiling.begin(f"{self._backend_name}:{name}", tensors))
+        """Begin an event in torch.profiler; None if none runs."""
+        return profiling.begin(f"{self._event_prefix}:{name}", tensors) if profiling.is_on() else None
 
 
 def _listed(tensors: Any) -> list[Tensor]:
@@ -352,13 +352,3 @@ def _in_turn(operations: Sequence[Operation]) -> Operation:
 
 def _limited(operation: Operation, limit: float) -> Operation:
     return lambda other: operation(limit if other is None else min(limit, other))
-
-
-def _ending(operation: Operation, end: Callable[[], None]) -> Operation:
-    def run(limit: float | None) -> None:
-        try:
-            operation(limit)
-        finally:
-            end()
-
-    return run

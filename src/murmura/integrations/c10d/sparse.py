@@ -25,4 +25,5 @@ def all_reduce(transport: Transport, tensor: Tensor, timeout: float | None) -> N
     indices = transport.all_gather(own.indices().t().contiguous(), timeout=timeout)
     values = transport.all_gather(own.values(), timeout=timeout)
     total = torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values), own.shape).coalesce()
-    tensor.detach().copy_(total)
+    with torch.no_grad():
+        tensor.copy_(total)  # the sparse tensor itself: a detached one would take other elements alone

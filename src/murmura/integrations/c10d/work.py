@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from murmura.integrations.c10d.callback_threads import callback_threads
+from murmura.integrations.c10d.errors import as_torch_error
 from murmura.transports.tagged_messages import Message
 
 if TYPE_CHECKING:
@@ -100,13 +101,20 @@ class FinishedWork(_EndedWork):
 class QueuedWork(_EndedWork):
     """An operation in the queue of its group; whoever runs it calls `perform`."""
 
-    def __init__(self, queue: OperationQueue, operation: Operation, outputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        queue: OperationQueue,
+        operation: Operation,
+        outputs: Sequence[Tensor],
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        """`finish` is called once, at the end of ``wait``."""
         super().__init__()
         self._queue = queue
         self._operation: Operation | None = operation
         self.outputs = outputs
         self.ended = False
-        self.in_background = False  # to be run by the thread of the queue alone
+        self._finish = finish
 
     def perform(self, timeout: float | None = None) -> None:
         operation, self._operation = self._operation, None  # whose tensors are not kept alive
@@ -114,7 +122,7 @@ class QueuedWork(_EndedWork):
         try:
             operation(timeout)
         except BaseException as error:  # carried to whoever waits
-            self.error = error
+            self.error = as_torch_error(error)
         self.ended = True
         if self._unresolved:
             callback_threads.run(self._resolve)
@@ -127,6 +135,9 @@ class QueuedWork(_EndedWork):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if not self.ended:
             self._queue.complete(self, seconds_of(timeout))
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
         return super().wait()
 
     def _arrange(self) -> None:
@@ -151,7 +162,7 @@ class MessageWork(_EndedWork):
         try:
             self._message.wait(seconds_of(timeout))
         except BaseException as error:
-            self.error = error
+            self.error = as_torch_error(error)
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
