@@ -1,7 +1,7 @@
 """The errors of the backend: murmura's own, which are torch's as well.
 
-Programs written for torch.distributed catch `RuntimeError` or `torch.distributed.DistBackendError`; programs written for
-murmura catch `PeerLost`. An error that leaves a process group is both.
+Programs written for torch.distributed catch `RuntimeError` or `torch.distributed.DistBackendError`; programs written
+for murmura catch `PeerLost`. An error that leaves a process group is both.
 """
 
 from __future__ import annotations
@@ -54,5 +54,5 @@ def as_torch_error(error: BaseException) -> BaseException:
     """Make an error of a transport one of torch's, too; the same object, so that cause and traceback are kept."""
     kind = _KINDS.get(type(error))
     if kind is not None:
-        error.__class__ = kind  # type: ignore[assignment]
+        error.__class__ = kind
     return error
