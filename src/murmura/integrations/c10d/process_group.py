@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from murmura.errors import UsageError
-from murmura.integrations.c10d import profiling, sparse
+from murmura.integrations.c10d import compilation, profiling, sparse
 from murmura.integrations.c10d.identity import GroupIdentity
 from murmura.integrations.c10d.monitored_barrier import monitored_barrier
 from murmura.integrations.c10d.tensors import Flat, flat_views, one_dtype, reduce_op, split_rows
@@ -24,6 +24,16 @@ SMALL_BYTES = 256 * 1024
 """Up to this size an asynchronous operation is left to whoever waits for it."""
 
 
+COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "allgather", "allgather_coalesced",
+    "all_gather_single", "all_gather_single_coalesced", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "gather", "scatter", "alltoall", "all_to_all_single", "send", "recv",
+    "recv_anysource", "_allgather_base", "_reduce_scatter_base", "allgather_into_tensor_coalesced",
+    "reduce_scatter_tensor_coalesced", "alltoall_base",
+)  # fmt: skip
+
+
+@compilation.outside(*COLLECTIVES)
 class MurmuraProcessGroup(GroupIdentity):
     """See the module."""
 

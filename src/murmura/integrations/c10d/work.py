@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
+from murmura.integrations.c10d import compilation
 from murmura.integrations.c10d.callback_threads import callback_threads
 from murmura.integrations.c10d.errors import as_torch_error
 from murmura.transports.tagged_messages import Message
@@ -90,6 +91,7 @@ def _unwrap(source: Any) -> Any:
     return value
 
 
+@compilation.outside("wait", "get_future", "is_completed")
 class FinishedWork(_EndedWork):
     """An operation that ran in the call itself."""
 
@@ -98,6 +100,7 @@ class FinishedWork(_EndedWork):
         self.outputs = outputs
 
 
+@compilation.outside("wait", "get_future", "is_completed")
 class QueuedWork(_EndedWork):
     """An operation in the queue of its group; whoever runs it calls `perform`."""
 
@@ -146,6 +149,7 @@ class QueuedWork(_EndedWork):
             callback_threads.run(self._resolve)
 
 
+@compilation.outside("wait", "get_future", "is_completed")
 class MessageWork(_EndedWork):
     """A message being sent or received."""
 
