@@ -22,15 +22,17 @@ def check(names: list[str], world_size: int) -> None:
             one, other = ours[rank][name], theirs[rank][name]
             if isinstance(one, str) or isinstance(other, str):
                 faults.append(f"{name} on rank {rank}: {one if isinstance(one, str) else 'gloo: ' + str(other)}")
-            elif not all(is_equal(*each, world_size) for each in zip(one, other, strict=True)):
+            elif not all(is_equal(*each, world_size, name) for each in zip(one, other, strict=True)):
                 faults.append(f"{name} on rank {rank}: {one} is not {other}"[:1000])
     assert not faults, "\n".join(faults)
 
 
-def is_equal(one: torch.Tensor, other: torch.Tensor, world_size: int) -> bool:
+def is_equal(one: torch.Tensor, other: torch.Tensor, world_size: int, name: str) -> bool:
+    """To the bit for two ranks; for more, another order of summation rounds otherwise."""
     if world_size == 2:
         return torch.equal(one, other)
-    return torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+    limit = 2e-3 if name.endswith(("fp16_hook", "bf16")) else 1e-5
+    return torch.allclose(one, other, rtol=limit, atol=limit)
 
 
 def test_a_few_programs() -> None:

@@ -11,9 +11,8 @@ import pytest
 
 PROGRAM = Path(__file__).with_name("torch_suite.py")
 SAMPLE = [
-    "test_all_reduce_sum", "test_all_gather_coalesced_simple", "test_all_to_all_single_unequal_split",
-    "test_barrier_timeout_group", "test_ddp_uneven_inputs_replicated_error", "test_irecv", "test_reduce_scatter_tensor_cpu",
-    "test_send_recv_any_source", "test_sparse_all_reduce_sum",
+    "test_all_reduce_sum", "test_all_gather_coalesced_simple", "test_all_to_all_single_unequal_split", "test_get_future",
+    "test_DistributedDataParallelCPU", "test_irecv", "test_send_recv_any_source", "test_sparse_all_reduce_sum",
 ]  # fmt: skip
 
 # These look at the name: they make a model for "gloo" and "nccl" only, or call what torch keeps for the name "gloo".
