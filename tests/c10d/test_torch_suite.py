@@ -11,8 +11,9 @@ import pytest
 
 PROGRAM = Path(__file__).with_name("torch_suite.py")
 SAMPLE = [
-    "test_all_reduce_sum", "test_all_gather_coalesced_simple", "test_all_to_all_single_unequal_split", "test_get_future",
-    "test_DistributedDataParallelCPU", "test_irecv", "test_send_recv_any_source", "test_sparse_all_reduce_sum",
+    "test_all_reduce_sum", "test_all_gather_coalesced_simple", "test_all_to_all_single_unequal_split",
+    "test_DistributedDataParallelCPU", "test_get_future", "test_irecv", "test_send_recv_any_source",
+    "test_sparse_all_reduce_sum",
 ]  # fmt: skip
 
 # These look at the name: they make a model for "gloo" and "nccl" only, or call what torch keeps for the name "gloo".

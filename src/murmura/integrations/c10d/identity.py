@@ -39,7 +39,6 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
-    supports_tensor_alloc = True
 
     def __init__(
         self, channel: Channel, store: Any, timeout: timedelta, *, others: Any = None, event_prefix: str = "murmura"
@@ -142,7 +141,7 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
 
     # Memory
 
-    def supports_tensor_allocation(self, device: torch.device | str = "cpu") -> bool:
+    def supports_tensor_alloc(self, device: torch.device | str = "cpu") -> bool:
         return torch.device(device).type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
