@@ -3,6 +3,8 @@
 `register` tells torch how to make its groups; the rest is imported when torch asks for the first one.
 """
 
-from murmura.integrations.c10d.registration import register
+import torch.distributed  # noqa: F401 (which `register` looks for)
+
+from murmura_c10d import register
 
 __all__ = ["register"]
