@@ -33,4 +33,4 @@ class _Plugins(dict):  # type: ignore[type-arg]
     """
 
     def keys(self):  # type: ignore[no-untyped-def]
-        return [name for name in super().keys() if name != NAME.upper()]
+        return [name for name in super().keys() if name != NAME.upper()]  # noqa: SIM118
