@@ -48,7 +48,7 @@ def from_anybody(transport: Transport) -> None:
     messages = transport.tagged_messages()
     if transport.rank:
         columns = torch.full((5, 2), float(transport.rank))[:, 0]  # not contiguous
-        messages.isend(columns, 0, tag=7).wait()
+        messages.isend(columns, 0, tag=7).wait()  # and nothing of it is kept
     else:
         seen = set()
         for _ in range(transport.world_size - 1):

@@ -24,6 +24,7 @@ class ProcessGroupMessages(TaggedMessages):
         super().__init__(channel.rank, channel.world_size)
         self.channel = channel
         self._inbox = Inbox()  # of messages to itself, which a group does not take
+        self._in_flight: list[Any] = []  # works of sends: one that is dropped before it is received sends nothing
 
     def post_send(self, tensor: Tensor, dst: int, tag: int) -> Message:
         self.channel.check_usable(f"send(dst={dst})")
@@ -35,7 +36,9 @@ class ProcessGroupMessages(TaggedMessages):
             return _OwnMessage(Receive(copy, dst, tag, arrived_from=dst))
         # A copy, so that the sender waits for nobody who has not come to receive it.
         copy = flat.clone() if flat.data_ptr() == tensor.data_ptr() else flat
-        return _GroupMessage(self, self.channel._group.send([copy.view(torch.uint8)], dst, tag), copy, None, [dst])
+        work = self.channel._group.send([copy.view(torch.uint8)], dst, tag)
+        self._in_flight = [each for each in self._in_flight if not each.is_completed()] + [work]
+        return _GroupMessage(self, work, copy, None, [dst])
 
     def post_recv(self, out: Tensor, src: int | None, tag: int) -> Message:
         self.channel.check_usable("recv")
