@@ -2,8 +2,8 @@
 
     python tests/mutations.py --seed 1 --count 40 --jobs 2
 
-draws `count` mutations from the syntax trees of the library (`src/murmura` without its tools), applies each in a copy of
-the repository, and runs there, with `-x`, the fast tests that import the file, nearest first. A mutation is caught when
+draws `count` mutations from the syntax trees of the library (`src/murmura` without its tools), applies each in its own
+copy of the repository, and runs there, with `-x`, the fast tests that import the file, nearest first. A mutation is caught when
 a test fails on it twice and passes on the untouched copy, or when the run crashes or hangs. What survives is printed
 with its diff: it needs a test, or a reason why the two programs are the same.
 
@@ -51,16 +51,7 @@ SWAPPED: dict[type[ast.cmpop], str] = {
     ast.NotIn: "in",
 }
 NEGATED_BY_SWAP = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
-NO_CODE = {
-    "warn",
-    "debug",
-    "info",
-    "warning",
-    "TypeVar",
-    "ParamSpec",
-    "cast",
-    "sleep",
-}  # calls without a result to test
+NO_CODE = {"warn", "debug", "info", "warning", "TypeVar", "ParamSpec", "cast", "sleep"}  # calls that no test looks at
 
 
 @dataclass(frozen=True)
@@ -333,9 +324,8 @@ def try_out(mutation: Mutation, tests: Sequence[str], root: Path, seconds: float
 def collected(root: Path) -> set[str]:
     """The test files that can be imported here: some need what only the development environment has."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as temporary:
-        _, text = pytest(
-            copy_of(root, Path(temporary, "whole")), ["tests", "--collect-only", "--maxfail=1000"], [], 600
-        )
+        whole = copy_of(root, Path(temporary, "whole"))
+        _, text = pytest(whole, ["tests", "--collect-only", "--maxfail=1000"], [], 600)
     return set(re.findall(r"^(tests/.+?\.py)::", text, re.MULTILINE))
 
 
