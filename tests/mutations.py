@@ -3,9 +3,9 @@
     python tests/mutations.py --seed 1 --count 40 --jobs 2
 
 draws `count` mutations from the syntax trees of the library (`src/murmura` without its tools), applies each in its own
-copy of the repository, and runs there, with `-x`, the fast tests that import the file, nearest first. A mutation is caught when
-a test fails on it twice and passes on the untouched copy, or when the run crashes or hangs. What survives is printed
-with its diff: it needs a test, or a reason why the two programs are the same.
+copy of the repository, and runs there, with `-x`, the fast tests that import the file, nearest first. A mutation is
+caught when a test fails on it twice and passes on the untouched copy, or when the run crashes or hangs. What survives
+is printed with its diff: it needs a test, or a reason why the two programs are the same.
 
 Only Python, torch and pytest are needed. The draw depends on the seed and the source alone.
 """

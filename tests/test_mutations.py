@@ -15,7 +15,7 @@ from mutations import ROOT, Imports, draw, mutations
         ("a = b < c", "a = b <= c"),
         ("a = b is c", "a = b is not c"),
         ("a = b + c", "a = b - c"),
-        ("a = b and (c or d)", "a = b or c or d"),
+        ("a = b and (c or d)", "a = b or (c or d)"),
         ("a = not b", "a = b"),
         ("a = 3", "a = 4"),
         ("a = 'é', True", "a = 'é', False"),
