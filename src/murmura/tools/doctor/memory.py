@@ -39,22 +39,18 @@ def check(facts: MemoryFacts) -> list[Finding]:
 
 def _judge_total(facts: MemoryFacts) -> Finding:
     if facts.total_bytes is None:
-        return Finding(
-            Section.MEMORY,
-            Status.NOTE,
+        return Section.MEMORY.note(
             "the amount of memory is unknown",
             "this system does not tell it",
             "See that each rank has room for a model, its gradients and its optimizer's state.",
         )
     title = f"{gib(facts.total_bytes)} of memory"
     if facts.available_bytes is None:
-        return Finding(Section.MEMORY, Status.OK, title, "how much of it is free is unknown")
+        return Section.MEMORY.ok(title, "how much of it is free is unknown")
     detail = f"{gib(facts.available_bytes)} of it available"
     if facts.available_bytes >= LITTLE_BYTES:
-        return Finding(Section.MEMORY, Status.OK, title, detail)
-    return Finding(
-        Section.MEMORY,
-        Status.WARNING,
+        return Section.MEMORY.ok(title, detail)
+    return Section.MEMORY.warning(
         f"only {gib(facts.available_bytes)} of memory available",
         f"of {gib(facts.total_bytes)}; the system kills a rank (SIGKILL) when there is none left",
         "End what else is running, or start fewer ranks.",
@@ -64,7 +60,7 @@ def _judge_total(facts: MemoryFacts) -> Finding:
 def _judge_limit(facts: MemoryFacts) -> Finding:
     limit, total = facts.limit_bytes, facts.total_bytes
     if limit is None or (total is not None and limit >= total):
-        return Finding(Section.MEMORY, Status.OK, "no limit on memory", "the control group allows all there is")
+        return Section.MEMORY.ok("no limit on memory", "the control group allows all there is")
     little = limit < LITTLE_BYTES
     return Finding(
         Section.MEMORY,
