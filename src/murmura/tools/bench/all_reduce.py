@@ -33,7 +33,7 @@ from murmura.tools.bench.harness import Report, Sample, load, ratios, take_turns
 from murmura.tools.bench.mpiexec import find_mpiexec, run_under_mpiexec
 from murmura.tools.bench.sizes import format_size
 from murmura.tools.experiments.machine import available_bytes, physical_bytes
-from murmura.tools.options import check_seconds, command_line, raise_faults
+from murmura.tools.options import check_seconds, raise_faults
 from murmura.tools.progress import Progress, Tell, silent, teller, watching
 
 PROGRESS = "progress"
@@ -62,11 +62,6 @@ class AllReduceSpec:
         if not self.sizes_bytes:
             faults.append("there is no size to measure. Name at least one.")
         raise_faults([*faults, *size_faults(self.sizes_bytes), *check_seconds(self.seconds)])
-
-    def command(self) -> str:
-        sizes = tuple(format_size(size).replace(" ", "") for size in self.sizes_bytes)
-        options = {"ranks": self.ranks, "sizes": sizes, "against": self.peers or None, "seconds": self.seconds}
-        return command_line("murmura bench all-reduce", options)
 
     def needed_bytes(self, size_bytes: int) -> int:
         """About the memory that all ranks use together at one size: two pools, staging, the check of the sum."""

@@ -32,8 +32,7 @@ from murmura.compressors import Cast, Compressor, MinMaxUInt8
 from murmura.errors import MurmuraError
 from murmura.tools.bench.buffers import ELEMENT_BYTES, num_buffers, size_faults
 from murmura.tools.bench.harness import Contestant, Report, load, take_turns
-from murmura.tools.bench.sizes import format_size
-from murmura.tools.options import check_seconds, command_line, raise_faults
+from murmura.tools.options import check_seconds, raise_faults
 from murmura.tools.progress import Progress, Tell, silent
 
 COPY = "copy"
@@ -55,12 +54,6 @@ class CompressorsSpec:
     def devices(self) -> dict[str, int]:
         """The devices that are here, each with the length of its tensors."""
         return {"cpu": self.size_bytes} | ({"cuda": self.cuda_size_bytes} if torch.cuda.is_available() else {})
-
-    def command(self) -> str:
-        size, cuda_size = (format_size(each).replace(" ", "") for each in (self.size_bytes, self.cuda_size_bytes))
-        return command_line(
-            "murmura bench compressors", {"size": size, "cuda-size": cuda_size, "seconds": self.seconds}
-        )
 
 
 @dataclass(frozen=True)

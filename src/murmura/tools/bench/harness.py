@@ -14,12 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
 from murmura import Transport
 from murmura.tools.experiments.machine import Machine
+from murmura.tools.options import typed_command
 from murmura.tools.progress import Progress, Tell, silent
 
 MIN_ROUNDS = 5  # with fewer a median is meaningless
@@ -110,15 +111,7 @@ def ratios(samples: Sequence[Sample], to: Sample) -> dict[str, float]:
     return {each.contestant: each.seconds / to.seconds for each in samples if each is not to}
 
 
-class Order(Protocol):
-    """The specification of a benchmark."""
-
-    def command(self) -> str:
-        """Return the command that repeats it."""
-        ...
-
-
-Spec = TypeVar("Spec", bound=Order)
+Spec = TypeVar("Spec")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +135,7 @@ class Report(ABC, Generic[Spec]):
         """The text of a JSON file.
 
         benchmark, schema_version  which; the version grows when a field changes its meaning
-        date, command       when the measurement ended (ISO 8601, UTC), and what repeats it
+        date, command       when the measurement ended (ISO 8601, UTC), and the command that was typed
         machine             cpu (model), cores (usable by this process), system, python, torch, murmura
         load_before         processes that wanted a core in the minute before: above 0, others were at work too
         contestants         by name: what it was, with its configuration and versions
@@ -152,7 +145,7 @@ class Report(ABC, Generic[Spec]):
             "benchmark": self.benchmark,
             "schema_version": self.schema_version,
             "date": self.date,
-            "command": self.spec.command(),
+            "command": typed_command(),
             "machine": asdict(self.machine),
             "load_before": self.load_before,
             "contestants": self.contestants,

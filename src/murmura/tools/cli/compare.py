@@ -106,12 +106,12 @@ def command(
         file = folder / "report.html"
         page = [html_table(comparison, link) for link in spec.links]
         title = f"murmura: ways to synchronise {task} with {ranks} ranks"
-        write(file, reports.report(title, runs, comparison.verdicts.values(), page))
+        write(file, reports.report(title, runs, comparison.recommendations.values(), page))
         tables = [link_table(comparison, link) for link in spec.links]
         print_result(tables, comparison.configurations, json, comparison.to_json())
         if json != STANDARD_OUTPUT:
-            for verdict in comparison.verdicts.values():
-                typer.echo(f"\n{verdict}")
+            for recommendation in comparison.recommendations.values():
+                typer.echo(f"\n{recommendation}")
             typer.echo(f"report  {file}")
 
 
