@@ -37,7 +37,6 @@ from murmura.tools.bench.ddp import (
 )
 from murmura.tools.bench.ddp_report import DDPReport, report_of
 from murmura.tools.bench.harness import MIN_ROUNDS, Sample
-from murmura.tools.bench.memory import proportional_bytes
 from murmura.tools.bench.models import MLP, MODELS, CharLM, Model
 from murmura.tools.bench.steps import PHASES, Method, Wrapped, bare, held_back, murmura_ddp, plain_backward
 from murmura.tools.cli import bench
@@ -309,16 +308,6 @@ def test_batches_hold_a_few_steps() -> None:
 def test_the_link_carries_the_ring_in_the_time_given() -> None:
     assert matching_bandwidth(10**6, 2, 1.0) == "8.000mbit"  # each of two ranks sends the million bytes once
     assert matching_bandwidth(10**6, 4, 0.5) == "24.000mbit"
-
-
-def test_the_proportional_set_size_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "smaps_rollup"
-    file.write_text("55d0-7ffe ---p 00000000 00:00 0 [rollup]\nRss: 3 kB\nPss: 2 kB\nPss_Anon: 1 kB\n")
-    assert proportional_bytes(file) == 2048
-    assert proportional_bytes() > 2**20
-    file.write_text("Rss: 3 kB\n")
-    with pytest.raises(MurmuraError, match="Pss"):
-        proportional_bytes(file)
 
 
 # The report

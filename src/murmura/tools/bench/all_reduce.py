@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import torch
 
 from murmura import Transport
@@ -32,7 +33,6 @@ from murmura.tools.bench.buffers import num_buffers, size_faults
 from murmura.tools.bench.harness import Report, Sample, load, ratios, take_turns
 from murmura.tools.bench.mpiexec import find_mpiexec, run_under_mpiexec
 from murmura.tools.bench.sizes import format_size
-from murmura.tools.experiments.machine import available_bytes, physical_bytes
 from murmura.tools.options import check_seconds, raise_faults
 from murmura.tools.progress import Progress, Tell, silent, teller, watching
 
@@ -68,10 +68,8 @@ class AllReduceSpec:
         return self.ranks * size_bytes * (2 * num_buffers(size_bytes) + 4)
 
 
-def check_memory(spec: AllReduceSpec, available: int | None) -> None:
-    """Raise a ConfigError if a size would not fit into the available memory, as far as that is known."""
-    if available is None:
-        return
+def check_memory(spec: AllReduceSpec, available: int) -> None:
+    """Raise a ConfigError if a size would not fit into the available memory."""
     for size in spec.sizes_bytes:
         needed = spec.needed_bytes(size)
         if needed > 0.8 * available:
@@ -122,7 +120,7 @@ def run_all_reduce(spec: AllReduceSpec, on_progress: Tell = silent) -> AllReduce
     Raises a ConfigError before anything is started if this machine cannot do it, another `MurmuraError` if the
     measurement fails or a contestant sums wrongly.
     """
-    check_memory(spec, available_bytes() or physical_bytes())
+    check_memory(spec, psutil.virtual_memory().available)
     with_mpi = Peer.MPICH in spec.peers
     if with_mpi:
         find_mpiexec()

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from murmura.tools.doctor.findings import Finding, Section, Status
 from murmura.tools.doctor.memory import gib
-from murmura.tools.experiments.machine import physical_bytes
 from murmura.transports.shared_memory import futex
 
 RANK_BYTES = 4 * 2**30  # address space of a process that has imported torch, without the segment; an upper bound
@@ -61,7 +62,7 @@ def gather(dev_shm: Path = Path("/dev/shm")) -> SharedMemoryFacts:
     return SharedMemoryFacts(
         supported=supported,
         faults=faults,
-        total_bytes=physical_bytes(),
+        total_bytes=psutil.virtual_memory().total,
         address_space_bytes=address_space,
         open_files=open_files,
         dev_shm_bytes=_dev_shm_bytes(dev_shm),

@@ -76,22 +76,13 @@ class HierarchicalTransport(Transport):
 
     @classmethod
     def join(
-        cls,
-        store: Store,
-        rank: int,
-        world_size: int,
-        *,
-        kind: str = "gloo",
-        check: str = "best_effort",
-        timeout: float = 600.0,
-        hosts: Sequence[int] | None = None,
-        name: str = "",
+        cls, store: Store, rank: int, world_size: int, *, kind: str = "gloo", check: str = "best_effort", **options: Any
     ) -> Self:
         """Join the other ranks at `store`; every rank calls it with the same store.
 
-        `kind` is that of the group between the leaders. `hosts` pretends that ranks are on several hosts.
+        `kind` is that of the group between the leaders; `options` (`timeout`, `hosts`, `name`) are those of
+        `ProcessGroupTransport.join`.
         """
-        options = {"timeout": timeout, "hosts": hosts, "name": name}
         return cls._build(store, rank, world_size, groups.share_memory, kind, check, **options)
 
     @classmethod
