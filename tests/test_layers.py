@@ -47,6 +47,7 @@ EXTRA_THIRD_PARTIES = {
     "integrations": {"lightning", "pytorch_lightning", "accelerate", "ray"},
     "tools.bench": {"mpi4py", "psutil"},
     "tools.doctor": {"psutil"},
+    "tools.lab": {"psutil"},
 }
 MAX_LINES = 400
 STORE_MODULES = ("process_group", "signed_store", "watched_store", "failure_log")  # besides rendezvous

@@ -1,17 +1,4 @@
-"""The all-reduce benchmark: murmura and its peers on one set of rank processes, in one run. Its fields in JSON:
-
-ranks               processes, all on this machine
-operation, dtype    "sum", "float32"
-seconds_per_size    as ordered
-rows                one for each size and contestant:
-    size_bytes      length of the message on each rank
-    contestant      "murmura allocated", "murmura any tensor", "gloo", "mpich"
-    microseconds    of one all-reduce: the median over the rounds of the slowest rank's time
-    quartiles       [first, third] of the same, in microseconds
-    gb_per_s        size_bytes / time, in 1e9 bytes a second
-    rounds, batch   how often it was measured, and how many all-reduces were timed together each time
-    ratio           on murmura's rows, by peer: the peer's median / this median. Above 1, murmura is faster
-"""
+"""The all-reduce benchmark: murmura and its peers on one set of rank processes, in one run."""
 
 from __future__ import annotations
 
@@ -81,7 +68,7 @@ def check_memory(spec: AllReduceSpec, available: int) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant at one size; the module's docstring explains the fields."""
+    """One contestant at one size; benchmarks/README.md explains the fields."""
 
     size_bytes: int
     contestant: str

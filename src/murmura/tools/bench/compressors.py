@@ -1,20 +1,4 @@
-"""What compressing costs, beside a copy of the same tensor. Fields in JSON:
-
-dtype               "float32"
-seconds             as ordered, for each device
-devices             name: what it is
-rows                one for each device, compressor and operation:
-    device          "cpu" (one thread) or "cuda"
-    compressor      "copy", or the compressor as Python writes it
-    operation       "copy", "encode", "decode", "decode-add"
-    size_bytes      length of the tensor
-    least_bytes     what must be read and written at least
-    microseconds    the median over all rounds
-    quartiles       [first, third] of the same
-    times_copy      this median / that of the copy
-    of_copy_bandwidth  least_bytes / median, over the same of the copy
-    rounds          how often it was measured
-"""
+"""What compressing costs, beside a copy of the same tensor."""
 
 from __future__ import annotations
 
@@ -58,7 +42,7 @@ class CompressorsSpec:
 
 @dataclass(frozen=True)
 class Row:
-    """One operation; the module's docstring explains the fields."""
+    """One operation; benchmarks/README.md explains the fields."""
 
     device: str
     compressor: str

@@ -1,7 +1,7 @@
 """The benchmark harness: contestants take turns in the same processes, round after round.
 
 A *round* gives each contestant one *batch* of operations that are timed together, and who begins rotates. So whatever
-the machine does meanwhile, it does to all of them. The report of every benchmark has the fields of `Report.to_json`.
+the machine does meanwhile, it does to all of them.
 """
 
 from __future__ import annotations
@@ -132,15 +132,7 @@ class Report(ABC, Generic[Spec]):
         """Return the fields that this benchmark adds to its JSON file."""
 
     def to_json(self) -> str:
-        """The text of a JSON file.
-
-        benchmark, schema_version  which; the version grows when a field changes its meaning
-        date, command       when the measurement ended (ISO 8601, UTC), and the command that was typed
-        machine             cpu (model), cores (usable by this process), system, python, torch, murmura
-        load_before         processes that wanted a core in the minute before: above 0, others were at work too
-        contestants         by name: what it was, with its configuration and versions
-        ...                 the benchmark's own fields; its module explains them
-        """
+        """Return the text of a JSON file, whose fields benchmarks/README.md explains."""
         header = {
             "benchmark": self.benchmark,
             "schema_version": self.schema_version,

@@ -2,24 +2,7 @@
 
 `run_network` makes the hosts and starts a rank on each; `measure` is what the ranks do. The rank asks for the next rate
 when it has done with the last: in the folder that all share, the first line of `progress` for a rate asks for it, and
-`shaped-I` says that the links have rate I. Fields in JSON:
-
-hosts               simulated ones, a rank each
-seconds_per_rate    as ordered
-model               about, parameters, gradient_bytes
-rows                one for each rate and contestant:
-    algorithm       its name, "torch-ddp", "torch-ddp fp16", "torch-ddp powersgd" or "no communication"
-    rate            of every host's link in each direction, as in "100mbit"
-    step_ms         milliseconds of a step: the median over the rounds of the slowest rank's; for algorithms that
-                    communicate once in so many steps, the mean over that period
-    quartiles       [first, third] of the same
-    bytes           that a host sent in a step, as its interface counts them, headers included: the mean over hosts and
-                    rounds
-    bytes_by_host   the same for each host
-    payload_bytes   `bytes` without the headers of Ethernet, IP and TCP
-    formula_bytes   what a rank must send in a step, without the headers of a network
-    ratio           torch DDP's step_ms / this: above 1, faster than torch's DDP; absent if that was not measured
-    rounds, batch   how often it was measured, and how many steps were timed together each time
+`shaped-I` says that the links have rate I.
 """
 
 from __future__ import annotations
@@ -109,7 +92,7 @@ class NetworkSpec:
 
 @dataclass(frozen=True)
 class NetworkRow:
-    """One contestant at one rate; the module's docstring explains the fields."""
+    """One contestant at one rate; benchmarks/README.md explains the fields."""
 
     algorithm: str
     rate: str

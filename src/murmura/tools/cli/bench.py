@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from murmura import ConfigError
-from murmura.algorithms import algorithm_names
 from murmura.tools.bench.all_reduce import AllReduceSpec, run_all_reduce
 from murmura.tools.bench.all_reduce_contestants import Peer
 from murmura.tools.bench.compressors import CompressorsSpec, run_compressors
@@ -18,7 +17,7 @@ from murmura.tools.bench.models import MODELS
 from murmura.tools.bench.network import NetworkSpec, run_network
 from murmura.tools.bench.sizes import format_size, parse_size
 from murmura.tools.cli.bench_tables import all_reduce_table, compressors_table, ddp_tables, network_table
-from murmura.tools.cli.completion import among
+from murmura.tools.cli.completion import Algorithms, among
 from murmura.tools.cli.failures import exit_on_error
 from murmura.tools.cli.output import JSON_HELP, check_writable, print_result, showing_progress, write
 from murmura.tools.experiments import TASKS, convergence, parse_algorithms
@@ -34,14 +33,6 @@ app = typer.Typer(
 )
 Json = Annotated[Path | None, typer.Option(help=JSON_HELP, metavar="FILE")]
 RankCounts = Annotated[str, typer.Option("-n", "--ranks", help="Numbers of ranks: a list.", metavar="LIST")]
-Algorithms = Annotated[
-    str,
-    typer.Option(
-        help=f"A list of {', '.join(algorithm_names())}; or all. `murmura algorithms` describes each.",
-        metavar="LIST",
-        autocompletion=among(["all", *algorithm_names()]),
-    ),
-]
 
 
 @app.callback()
