@@ -21,8 +21,6 @@ from murmura.transports.host import host_identity
 from tools.lab.conditions import needs_namespaces
 from worlds import SECONDS
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # torch leaves a rank's files open
-
 IDENTITY = "import os; print(os.stat('/proc/self/ns/net').st_ino)"
 SAY_PLACE = "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')))"
 LISTEN = """
