@@ -47,6 +47,7 @@ class FailureLog:
     def announce_exit(self, notice: ExitNotice) -> None:
         """Write why this rank can no longer be waited for; must be written before its connections close."""
         self._set(f"exited/{self._rank}", notice.to_bytes(4096))
+        self._set("exited", b"")
 
     def cause(
         self, operation: str, waited: float = 0.0, among: Sequence[int] | None = None
@@ -54,7 +55,8 @@ class FailureLog:
         """The error that an exit notice or a death `among` peers means to this rank in `operation`, if one is known."""
         peers = self._peers if among is None else [peer for peer in self._peers if peer in among]
         dead = self._liveness.dead()  # first, so that the notice of a rank that left one is found below
-        told = {peer: ExitNotice.from_bytes(text) for peer, text in self._read("exited", peers).items()}
+        entries = self._read("exited", peers) if self._has("exited") else {}
+        told = {peer: ExitNotice.from_bytes(text) for peer, text in entries.items()}
         notices = {peer: notice for peer, notice in told.items() if notice is not None}
         kinds = {peer: notice.kind for peer, notice in notices.items()}
         kinds.update({peer: "died" for peer in peers if peer in dead and peer not in notices})
@@ -101,6 +103,12 @@ class FailureLog:
             self._store.set(key, value)
         except (dist.DistError, RuntimeError):
             return  # the store went with the rank that served it; nobody can be told
+
+    def _has(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except (dist.DistError, RuntimeError):
+            return False
 
     def _read(self, what: str, peers: Sequence[int]) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
