@@ -4,17 +4,21 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+import torch
 from gloo_acts import GlooWorld
 from scenario import Stage
 
-from murmura import CheckpointError, PeerLost
-from murmura.transports import group_building
+from murmura import CheckpointError, InProcessTransport, PeerLost, PeerTimeout
+from murmura.transports import group_building, stalls
 from murmura.transports.failure_log import FailureLog
 from murmura.transports.failures import ExitNotice, Reporter
 from murmura.transports.host import Liveness
 from murmura.transports.rendezvous import Roster, file_store
+from murmura.transports.shared_memory.control_block import SegmentNotes
 from murmura.transports.watched_store import nobody, poll, run_watched
 
 STORY = "raised ValueError: the loader broke"
@@ -129,3 +133,57 @@ def test_a_checkpoint_that_failed_on_one_rank_is_its_failure_whoever_tells():
     heard = ExitNotice.of(error, 2).as_error(1, 2, "all_gather #2")
     assert (type(heard), heard.rank, heard.peer) == (PeerLost, 1, 0)
     assert "no space" in str(heard)
+
+
+# Stall notes of a rank that went on
+
+
+def notes_in(kind: str, path: str):
+    """Two ends of the notes of a world: of rank 1, which tells, and of rank 0, which reads."""
+    if kind == "threads":
+        transports = InProcessTransport.create_group(3)
+        return transports[1]._notes, transports[0]._notes
+    if kind == "store":
+        return log_of(path, 1).notes, log_of(path, 0).notes
+    words = [0] * 300
+    return tuple(SegmentNotes(SimpleNamespace(words=words, at=[0, 100, 200], own=100 * rank)) for rank in (1, 0))
+
+
+@pytest.mark.parametrize("kind", ["threads", "store", "segment"])
+def test_a_stall_note_is_forgotten_after_a_while(kind, tmp_path, monkeypatch):
+    teller, reader = notes_in(kind, str(tmp_path / "store"))
+    assert list(reader.awaited_by(1)) == []
+    teller.tell([2])
+    assert list(reader.awaited_by(1)) == [2]
+    monkeypatch.setattr(stalls, "NOTE_SECONDS", -1.0)
+    assert list(reader.awaited_by(1)) == []
+    monkeypatch.undo()
+    teller.tell([])
+    assert list(reader.awaited_by(1)) == []
+
+
+def test_a_rank_that_caught_a_timeout_and_went_on_is_blamed_if_it_then_does_not_come(monkeypatch):
+    monkeypatch.setattr(stalls, "NOTE_SECONDS", 0.2)
+    transports = InProcessTransport.create_group(3, timeout=20.0)
+    ended = threading.Event()
+
+    def program(transport):
+        one, two = transport.channel("one"), transport.channel("two")
+        transport.barrier()
+        if transport.rank == 1:
+            with pytest.raises(PeerTimeout):
+                one.recv(torch.zeros(1), 0, timeout=0.01)
+        transport.barrier()
+        if transport.rank < 2:
+            ended.wait(20.0)
+            return None
+        try:
+            two.recv(torch.zeros(1), 1, timeout=0.3)
+        except PeerTimeout as error:
+            return error
+        finally:
+            ended.set()
+
+    with ThreadPoolExecutor(3) as pool:
+        error = list(pool.map(program, transports))[2]
+    assert (error.rank, error.peer) == (2, 1)

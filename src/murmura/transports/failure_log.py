@@ -16,7 +16,7 @@ import torch.distributed as dist
 from murmura.errors import CollectiveMismatch, RendezvousError, TransportError
 from murmura.transports.failures import ExitNotice, Reporter
 from murmura.transports.host import Liveness
-from murmura.transports.stalls import StallNotes
+from murmura.transports.stalls import StallNotes, is_recent
 
 POLL_SECONDS = 0.01
 FEW_SECONDS, MOST_SECONDS = 0.8, 2.0
@@ -124,18 +124,20 @@ class FailureLog:
 
 
 class _StoreNotes:
-    """The stall notes of a world, in the store of its failure log."""
+    """The stall notes of a world, in the store of its failure log, with the time of day, which hosts share."""
 
     def __init__(self, log: FailureLog) -> None:
         self._log = log
 
     def tell(self, awaited: Sequence[int]) -> None:
-        self._log._set(f"waits/{self._log._reporter.own}", json.dumps(list(awaited)).encode())
+        self._log._set(f"waits/{self._log._reporter.own}", json.dumps([time.time(), *awaited]).encode())
 
     def awaited_by(self, rank: int) -> Sequence[int]:
-        told = self._log._read("waits", [rank]).get(rank, b"[]")
+        note = self._log._read("waits", [rank]).get(rank, b"")
         try:
-            awaited = json.loads(told)
-        except (ValueError, RecursionError):
+            told, *awaited = json.loads(note)
+        except (ValueError, TypeError, RecursionError):
             return ()
-        return [each for each in awaited if type(each) is int] if isinstance(awaited, list) else ()
+        if type(told) is not float or not is_recent(told, time.time()):
+            return ()
+        return [each for each in awaited if type(each) is int]

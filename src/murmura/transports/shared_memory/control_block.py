@@ -14,6 +14,7 @@ import hashlib
 import os
 import select
 import struct
+import time
 from collections.abc import Callable, Sequence
 
 from murmura.collectives.chunks import SMALL_BYTES
@@ -22,7 +23,7 @@ from murmura.transports.failures import DIED, ExitNotice, Reporter, WaitDeadline
 from murmura.transports.shared_memory import futex
 from murmura.transports.shared_memory.arena import PAGE_BYTES, round_up
 from murmura.transports.shared_memory.segment import Segment
-from murmura.transports.stalls import StallNotes
+from murmura.transports.stalls import StallNotes, is_recent
 
 # Words of a block. The first eight share a cache line: what a collective of small messages reads of a peer.
 ENTERED = 0  # number of the collective entered last
@@ -35,7 +36,7 @@ PIECES = 9  # number of the collective << 24 | pieces staged in it
 EXITED = 10  # length of the exit notice, once there is one
 CALLED = 11  # number of the collective whose call is told in the call text
 AWAITS = 12  # message << 16 | 1 << 15 if it is to be received | peer + 1, while the rank sleeps in an exchange
-STALLED = 13  # in the block of the world, not of a channel: rank + 1 of whom it waits for in vain, on any channel
+STALLED = 13  # of the world's block: when << 16 | rank + 1 of whom it waits for in vain on any channel; 0 if for nobody
 WAKE = 16  # on a line of its own: written by peers
 # Bytes of a block
 GONE_AT = 256  # one for each rank, which sets it when it will never look at this block again
@@ -297,11 +298,12 @@ class SegmentNotes:
         self._words, self._at, self._own = block.words, block.at, block.own
 
     def tell(self, awaited: Sequence[int]) -> None:
-        self._words[self._own + STALLED] = awaited[0] + 1 if awaited else 0  # of several, one leads on
+        note = int(time.monotonic()) << 16 | awaited[0] + 1 if awaited else 0  # of several, one leads on
+        self._words[self._own + STALLED] = note
 
     def awaited_by(self, rank: int) -> Sequence[int]:
-        awaited = self._words[self._at[rank] + STALLED]
-        return [awaited - 1] if 0 < awaited <= len(self._at) else ()
+        told, awaited = divmod(int(self._words[self._at[rank] + STALLED]), 1 << 16)
+        return [awaited - 1] if 0 < awaited <= len(self._at) and is_recent(told, time.monotonic()) else ()
 
 
 def process_state(pidfd: int) -> tuple[int, str]:
