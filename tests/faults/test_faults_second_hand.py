@@ -14,9 +14,9 @@ from scenario import Stage
 
 from murmura import CheckpointError, InProcessTransport, PeerLost, PeerTimeout
 from murmura.transports import group_building, stalls
+from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.failure_log import FailureLog
-from murmura.transports.failures import ExitNotice, Reporter
-from murmura.transports.host import Liveness
+from murmura.transports.liveness import Liveness
 from murmura.transports.rendezvous import Roster, file_store
 from murmura.transports.shared_memory.control_block import SegmentNotes
 from murmura.transports.watched_store import nobody, poll, run_watched

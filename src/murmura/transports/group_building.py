@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from murmura.errors import MurmuraError, RendezvousError, UsageError
+from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.failure_log import FailureLog
-from murmura.transports.failures import ExitNotice, Reporter
-from murmura.transports.host import Liveness
+from murmura.transports.liveness import Liveness
 from murmura.transports.rendezvous import Roster, Store, under
 from murmura.transports.watched_store import Watch, WatchedStore, nobody, poll, run_watched
 

@@ -24,14 +24,14 @@ from murmura.transports.base import Pairs, Transport
 from murmura.transports.challenge import prove_to_each_other
 from murmura.transports.checks import Check, check_timeout, describe_exchange, flatten
 from murmura.transports.checks import store as bring_back
+from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.failure_log import FailureLog, is_timeout
-from murmura.transports.failures import ExitNotice, Reporter, WaitDeadline
 from murmura.transports.group_building import build_group
-from murmura.transports.host import Liveness
+from murmura.transports.liveness import Liveness
 from murmura.transports.rendezvous import Roster, Store, sign_in, under
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.signed_store import SignedStore
-from murmura.transports.stalls import StallNotes
+from murmura.transports.stalls import StallNotes, WaitDeadline
 from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp, parse
 
