@@ -46,6 +46,7 @@ PAIRS_AT, PAIR_BYTES = 4096, 256
 
 STOPPED = ("T", "t")  # states of a process
 SPINS, YIELDS = 50, 200
+YIELD_SECONDS = 0.02  # at most: on a busy machine each yield may take as long
 FIRST_NAP, LONGEST_NAP = 0.005, 0.1  # seconds between two looks at deaths and deadlines
 
 
@@ -157,9 +158,12 @@ class ControlBlock:
             for _ in range(self.spins):
                 if not missing():
                     return
+            give_up = time.monotonic() + YIELD_SECONDS
             for _ in range(YIELDS):
                 if not missing():
                     return
+                if time.monotonic() > give_up:
+                    break
                 os.sched_yield()
         if missing():
             self._sleep(missing, operation, timeout, stuck)
