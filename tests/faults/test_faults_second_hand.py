@@ -1,5 +1,6 @@
 """News of a failure that come from a rank which is not at fault: the rank at fault is named all the same."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -11,11 +12,13 @@ import pytest
 import torch
 from gloo_acts import GlooWorld
 from scenario import Stage
+from traces import await_state
 
-from murmura import CheckpointError, InProcessTransport, PeerLost, PeerTimeout
+from murmura import CheckpointError, HierarchicalTransport, InProcessTransport, PeerLost, PeerTimeout
 from murmura.transports import group_building, stalls
 from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.failure_log import FailureLog
+from murmura.transports.hierarchical import groups
 from murmura.transports.liveness import Liveness
 from murmura.transports.rendezvous import Roster, file_store
 from murmura.transports.shared_memory.control_block import SegmentNotes
@@ -78,6 +81,57 @@ def test_a_rank_that_fails_while_it_connects_tells_the_others_why(tmp_path, neve
     heard = ExitNotice(2, STORY, "raised").as_error(1, 2, "split('ddp')")
     assert build(path, 1, {}, watch=lambda: heard).peer == 2
     assert build(path, 0, {}).peer == 2
+
+
+def test_a_rank_that_fails_while_it_shares_memory_tells_the_other_hosts_why(tmp_path, monkeypatch):
+    """Rank 1 cannot; rank 0, on its host, fails for it; the ranks of the other host hear of both."""
+
+    def share_or_fail(across):
+        if across.rank == 1:
+            raise ValueError("the loader broke")
+        if across.rank == 0:
+            return wait_for_failure(across)
+        both_failed.wait(20.0)
+        return wait_for_failure(across)
+
+    def wait_for_failure(across):
+        while (error := across.failure_log.cause("the rendezvous")) is None:
+            time.sleep(0.001)
+        raise error
+
+    def join(rank):
+        try:
+            HierarchicalTransport.join(file_store(str(tmp_path / "store"), 3), rank, 3, hosts=(0, 0, 1), timeout=20.0)
+        except Exception as error:
+            return error
+        finally:
+            if rank < 2:
+                both_failed.wait(20.0)
+
+    both_failed = threading.Barrier(3)
+    monkeypatch.setattr(groups, "share_memory", share_or_fail)
+    with ThreadPoolExecutor(3) as pool:
+        raised = list(pool.map(join, range(3)))
+    assert isinstance(raised[1], ValueError)
+    for rank in (0, 2):
+        assert (type(raised[rank]), raised[rank].rank, raised[rank].peer) == (PeerLost, rank, 1)
+        assert STORY in str(raised[rank])
+
+
+def test_of_several_that_do_not_answer_the_one_that_is_stopped_is_at_fault(tmp_path):
+    children = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    liveness = Liveness({1: children[0].pid, 2: children[1].pid})
+    try:
+        children[1].send_signal(signal.SIGSTOP)
+        await_state(children[1].pid, "T")
+        failure_log = log_of(str(tmp_path / "store"), 0, liveness)
+        error = failure_log.explain("barrier()", "barrier #1", 0.0, awaited=[1, 2], timed_out=True, told="")
+        assert (type(error), error.peer) == (PeerTimeout, 2)
+    finally:
+        liveness.close()
+        for child in children:
+            child.kill()
+            child.communicate()
 
 
 def test_what_is_said_between_two_looks_comes_before_the_end_of_who_said_it():

@@ -89,6 +89,8 @@ class FailureLog:
             time.sleep(POLL_SECONDS)
         # Whoever waits in vain too is not at fault; if all that were awaited do, somebody else is.
         silent = [peer for peer in awaited if peer not in calls] or [peer for peer in self._peers if peer not in calls]
+        stopped = self._liveness.stopped() if silent and timed_out else []
+        silent = [peer for peer in silent if peer in stopped] or silent  # another may be late only because of these
         if silent and timed_out:
             return self._reporter.timed_out(silent, operation, waited, notes=self.notes)
         if silent:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from murmura.collectives.chunks import SMALL_BYTES
 from murmura.observe.probe import Probe
 from murmura.transports.error_reporter import DIED, ExitNotice, Reporter
-from murmura.transports.liveness import PidfdPoll, process_state
+from murmura.transports.liveness import STOPPED, PidfdPoll, process_state
 from murmura.transports.shared_memory import futex
 from murmura.transports.shared_memory.arena import PAGE_BYTES, round_up
 from murmura.transports.shared_memory.segment import Segment
@@ -44,7 +44,6 @@ EXIT_NOTICE_AT, EXIT_NOTICE_BYTES = 512, 1536
 CALL_AT, CALL_BYTES = 2048, 2048
 PAIRS_AT, PAIR_BYTES = 4096, 256
 
-STOPPED = ("T", "t")  # states of a process
 SPINS, YIELDS = 50, 200
 YIELD_SECONDS = 0.02  # at most: on a busy machine each yield may take as long
 FIRST_NAP, LONGEST_NAP = 0.005, 0.1  # seconds between two looks at deaths and deadlines
