@@ -45,7 +45,9 @@ EXTRA_THIRD_PARTIES = {
     "compressors": {"triton"},
     "tools.cli": {"typer", "rich"},
     "integrations": {"lightning", "pytorch_lightning", "accelerate", "ray"},
-    "tools.bench": {"mpi4py"},
+    "tools.bench": {"mpi4py", "psutil"},
+    "tools.doctor": {"psutil"},
+    "tools.lab": {"psutil"},
 }
 MAX_LINES = 400
 STORE_MODULES = (

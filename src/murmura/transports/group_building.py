@@ -20,7 +20,7 @@ DEATH_SECONDS = 1.0  # for the death of a peer to show, after a connection to it
 
 
 def build_group(
-    roster: Roster, world_size: int, backend: str, timeout: float, reporter: Reporter, watch: Watch = nobody
+    roster: Roster, world_size: int, kind: str, timeout: float, reporter: Reporter, watch: Watch = nobody
 ) -> tuple[Any, Store]:
     """A process group of one's own, and the store it needs as long; returns when all ranks have connected.
 
@@ -39,7 +39,7 @@ def build_group(
     with contextlib.closing(liveness), contextlib.ExitStack() as failed:
         failed.callback(watched.release)
         try:
-            make = functools.partial(_make_group, watched, rank, world_size, backend, timeout, len(set(roster.hosts)))
+            make = functools.partial(_make_group, watched, rank, world_size, kind, timeout, len(set(roster.hosts)))
             group = run_watched(make, timeout + 1.0, look)
             watched.watch = look
             watched.set(f"connected/{rank}", b"")
@@ -48,7 +48,7 @@ def build_group(
                 watched.set("connected", b"")
             watched.wait(["connected"])
         except BaseException as error:
-            explained = _explain(error, backend, reporter, look)
+            explained = _explain(error, kind, reporter, look)
             failure_log.announce_exit(ExitNotice.of(explained, reporter.own))
             if explained is error:
                 raise
@@ -58,7 +58,7 @@ def build_group(
     return group, watched
 
 
-def _explain(error: BaseException, backend: str, reporter: Reporter, look: Watch) -> BaseException:
+def _explain(error: BaseException, kind: str, reporter: Reporter, look: Watch) -> BaseException:
     """What to raise for `error` of torch's; errors of ours, and interrupts, are themselves."""
     if isinstance(error, MurmuraError) or not isinstance(error, RuntimeError | TimeoutError):
         return error
@@ -67,14 +67,14 @@ def _explain(error: BaseException, backend: str, reporter: Reporter, look: Watch
     except MurmuraError as cause:  # it showed by then
         return cause
     return RendezvousError(
-        f"rank {reporter.own} could not connect to all others over {backend}: {error} Did one of them fail "
+        f"rank {reporter.own} could not connect to all others over {kind}: {error} Did one of them fail "
         "meanwhile? `murmura doctor` looks at the network."
     )
 
 
-def _make_group(store: Store, rank: int, world_size: int, backend: str, timeout: float, num_hosts: int) -> Any:
+def _make_group(store: Store, rank: int, world_size: int, kind: str, timeout: float, num_hosts: int) -> Any:
     limit = timedelta(seconds=timeout)
-    if backend == "gloo":
+    if kind == "gloo":
         if num_hosts > 1:
             return dist.ProcessGroupGloo(store, rank, world_size, limit)
         gloo: Any = dist.ProcessGroupGloo
@@ -82,11 +82,11 @@ def _make_group(store: Store, rank: int, world_size: int, backend: str, timeout:
         options._timeout = limit
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
         return gloo(store, rank, world_size, options)
-    if backend == "nccl":
+    if kind == "nccl":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = limit
         return dist.ProcessGroupNCCL(store, rank, world_size, nccl)
     raise UsageError(
-        f"murmura builds gloo and nccl groups, not {backend!r}. Build it yourself and hand it over: "
+        f"murmura builds gloo and nccl groups, not {kind!r}. Build it yourself and hand it over: "
         "ProcessGroupTransport(group, store=store)."
     )

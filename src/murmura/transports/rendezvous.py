@@ -295,7 +295,7 @@ class _Rendezvous:
         if since is not None and time.monotonic() - since > min(GRACE_SECONDS, self._timeout / 2):
             own, other = self._reporter.own, self._reporter.world_rank(peer)
             raise RendezvousError(
-                f"rank {own} cannot read what stands for rank {other} in the store. Was one of them started with a "
+                f"rank {own} cannot read the entry of rank {other} in the store. Was one of them started with a "
                 f"secret, and the other with none or another? {ADVICE}",
                 (other,),
             )

@@ -93,8 +93,8 @@ class ControlBlock:
         self.failure: BaseException | None = None  # with which this rank aborted the channel
         self.notes: StallNotes | None = None  # with which a wait whose time is up finds who is at fault
         self.probe: Probe | None = None  # told whom this rank waits for
-        crowded = self.world_size > len(os.sched_getaffinity(0))
-        self.spins = 0 if crowded else SPINS
+        oversubscribed = self.world_size > len(os.sched_getaffinity(0))
+        self.spins = 0 if oversubscribed else SPINS
         self._asleep = [self.at[peer] + ASLEEP for peer in self.peers]
         self._life_fds = list(life_fds)
         self._liveness = PidfdPoll({life_fds[peer]: peer for peer in self.peers})
