@@ -8,7 +8,7 @@ import torch
 
 from murmura.errors import MurmuraError
 from murmura.integrations.c10d.errors import GroupPeerTimeout
-from murmura.transports.failures import Reporter
+from murmura.transports.error_reporter import Reporter
 from murmura.transports.tagged_messages import TaggedMessages
 
 FIRST_TAG = 1 << 30  # above the tags of ordinary programs; each barrier has its own

@@ -1,17 +1,4 @@
-"""The benchmark of the torch.distributed backend: the same calls on murmura's group and on Gloo's. Its fields in JSON:
-
-ranks               processes, all on this machine
-seconds_per_stage   as ordered
-rows                one for each stage and contestant:
-    operation       "all_reduce", "all_reduce async" (async_op and wait), "all_gather_into_tensor",
-                    "reduce_scatter_tensor", "DDP step", "FSDP2 step"
-    size            of the whole tensor in bytes; of a step, the rows of its batch
-    contestant      "murmura", "murmura allocated" (tensors from the group's allocate_tensor), "gloo", "bare"
-    microseconds    of one call or step: the median over the rounds of the slowest rank's time
-    quartiles       [first, third] of the same
-    rounds, batch   how often it was measured, and how many calls were timed together each time
-    ratio           on murmura's rows: Gloo's median / this median. Above 1, murmura is faster
-"""
+"""The benchmark of the torch.distributed backend: the same calls on murmura's group and on Gloo's."""
 
 from __future__ import annotations
 
@@ -38,7 +25,7 @@ from murmura.tools.bench.c10d_contestants import (
 )
 from murmura.tools.bench.harness import Report, Sample, load, take_turns
 from murmura.tools.bench.sizes import format_size
-from murmura.tools.options import check_seconds, command_line, raise_faults
+from murmura.tools.options import check_seconds, raise_faults
 from murmura.tools.progress import Progress, Tell, silent, teller, watching
 
 PROGRESS = "progress"
@@ -90,11 +77,6 @@ class C10dSpec:
     def stages(self) -> list[Stage]:
         calls = [Stage(operation, size) for operation in OPERATIONS for size in self.sizes_bytes]
         return [*calls, *(Stage(*each) for each in STEPS)] if self.steps else calls
-
-    def command(self) -> str:
-        sizes = tuple(format_size(size).replace(" ", "") for size in self.sizes_bytes)
-        options = {"ranks": self.ranks, "sizes": sizes, "against": GLOO, "seconds": self.seconds}
-        return command_line("murmura bench c10d", options)
 
 
 @dataclass(frozen=True)
