@@ -1,6 +1,6 @@
 """The torch.distributed backend beside CUDA: CPU tensors on murmura, CUDA tensors on the other part of the string.
 
-NCCL takes one rank a GPU, so two ranks on one GPU use Gloo for their CUDA tensors. Run with ``pytest -m gpu tests/gpu``.
+NCCL takes one rank a GPU, so two ranks on one GPU use Gloo for their CUDA tensors. ``pytest -m gpu tests/gpu`` runs it.
 """
 
 from __future__ import annotations
