@@ -317,6 +317,33 @@ def test_messages_beside_collectives() -> None:
     run(messages_and_collectives, 2)
 
 
+def coalesce() -> list[float]:
+    tensors = [torch.ones(3), torch.ones(10**6)]
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    manager.wait()
+    return [tensor[-1].item() for tensor in tensors]
+
+
+def test_coalesced_operations_end_with_their_manager() -> None:
+    assert run(coalesce, 2) == [[2.0, 2.0]] * 2
+
+
+def leave_behind() -> list[float]:
+    """Operations that nobody waits for; the group is destroyed right after."""
+    group = dist.new_group()
+    tensors = [torch.ones(3), torch.ones(10**6)]
+    for tensor in tensors:
+        dist.all_reduce(tensor, group=group, async_op=True)
+    dist.destroy_process_group(group)
+    return [tensor[-1].item() for tensor in tensors]
+
+
+def test_destroying_a_group_ends_what_is_queued() -> None:
+    assert run(leave_behind, 2) == [[2.0, 2.0]] * 2
+
+
 def profile() -> list[tuple[str, Any]]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
         dist.all_reduce(torch.ones(3, 4))

@@ -13,7 +13,9 @@ from murmura.errors import TransportError, UsageError
 from murmura.integrations.c10d.groups import Channel
 from murmura.integrations.c10d.memory_pool import MemoryPool
 from murmura.integrations.c10d.operation_queue import OperationQueue
-from murmura.integrations.c10d.work import FinishedWork, seconds_of
+from murmura.integrations.c10d.work import QueuedWork, seconds_of
+
+DRAIN_SECONDS = 2.0  # for queued operations to end when a group is destroyed
 
 
 class GroupOptions:
@@ -169,8 +171,8 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Leave the group; may be called again."""
-        if not self._queue.idle:
+        """Leave the group; may be called again. What is queued has a moment to end: its peers may need it."""
+        if not self._queue.drain(DRAIN_SECONDS):
             self._transport.abort(self._transport.reporter.closed("an operation that nobody waited for"))
         self._queue.close()
         self._channel.close()
@@ -188,4 +190,6 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: torch.device | str | None = None) -> Any:
         if device is not None and torch.device(device).type != "cpu":
             return self._elsewhere(torch.device(device))._end_coalescing(torch.device(device))
-        return FinishedWork()
+        everything = QueuedWork(self._queue, lambda limit: None, ())  # ends after all that was called before
+        self._queue.submit(everything, urgent=False)
+        return everything

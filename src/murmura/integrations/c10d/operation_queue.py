@@ -16,6 +16,7 @@ from murmura.integrations.c10d.work import Operation, QueuedWork
 
 LAZY_SECONDS = 0.002
 ACTIVE_SECONDS = 0.1  # how long the thread looks for small operations after the last one, before it sleeps
+DRAIN_PAUSE = 0.001
 TURN_SECONDS = 0.05  # between two looks of a waiting thread at whether it can run the queue itself
 
 
@@ -39,6 +40,14 @@ class OperationQueue:
     def idle(self) -> bool:
         """Whether nothing is queued and nothing runs."""
         return not self._pending and not self._running.locked()
+
+    def drain(self, seconds: float) -> bool:
+        """Let what is queued end, for so long at most; whether it has."""
+        until = time.monotonic() + seconds
+        while not self.idle and time.monotonic() < until:
+            self.wake()
+            time.sleep(DRAIN_PAUSE)
+        return self.idle
 
     def run(self, operation: Operation, timeout: float | None) -> None:
         """Run an operation in the caller's thread, after what is queued."""
