@@ -95,7 +95,8 @@ def reduce_scatter_in_segment(
     if out.nbytes * len(parts) <= slot_bytes(session.world_size):
         slots = session.control.slots[session.number & 1]
         for index, part in enumerate(parts):
-            segment.tensor(slots[rank] + index * out.nbytes, numel, dtype).copy_(part)
+            place = slots[rank] + index * out.nbytes
+            segment.bytes[place : place + out.nbytes] = _bytes_of(part)
         session.enter(call)
         mine = [segment.tensor(place + rank * out.nbytes, numel, dtype) for place in slots]
         reduction.reduce([reduction.array(each) for each in mine], reduction.array(out))

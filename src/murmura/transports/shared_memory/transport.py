@@ -65,6 +65,7 @@ class SharedMemoryTransport(Transport):
         self._session = CollectiveSession(self._control, self._messages)
         self._small_all_reduces: dict[Any, SmallAllReduce] = {}  # by shape, dtype and operation
         self._prepared: dict[Any, tuple[SmallAllReduce, memoryview, Any]] = {}  # by address too: the views of a tensor
+        self._reductions: dict[Any, Reduction] = {}  # by operation and dtype: making one takes longer than its use
         self._main_thread = main_thread().ident
         self._retire: Callable[[], object] | None = None  # of a channel: frees its memory
 
@@ -270,7 +271,9 @@ class SharedMemoryTransport(Transport):
         all_gather_in_segment(self._begin(timeout), parts, own, call)
 
     def reduce_scatter_flat(self, out: Tensor, parts: Tensors, op: ReduceOp, call: str, timeout: float | None) -> None:
-        reduction = Reduction(op, out.dtype, self.world_size, out.device)
+        reduction = self._reductions.get((op, out.dtype))
+        if reduction is None:
+            reduction = self._reductions[op, out.dtype] = Reduction(op, out.dtype, self.world_size, out.device)
         reduce_scatter_in_segment(self._begin(timeout), out, parts, reduction, call)
 
     def do_barrier(self, timeout: float | None) -> None:
