@@ -160,5 +160,11 @@ class Report(ABC, Generic[Spec]):
         return json.dumps(header | self.fields(), indent=2) + "\n"
 
 
+def take_share_of_cores(world_size: int) -> None:
+    """Give torch as many threads as `murmura run` does, or fewer if OMP_NUM_THREADS says so."""
+    share = len(os.sched_getaffinity(0)) // world_size
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
+
+
 def load() -> float:
     return os.getloadavg()[0]

@@ -17,6 +17,7 @@ from murmura.transports.shared_memory.control_block import (
     digest_of,
 )
 from murmura.transports.shared_memory.point_to_point import MessageExchange
+from murmura.transports.shared_memory.threads import num_threads
 
 STAGING_BYTES = 64 * 2**20  # at most, for a rank; longer messages go in blocks of this
 TABLE_SECONDS = 2.0  # how long a rank waits for the others' part of the table of a mismatch
@@ -42,6 +43,11 @@ class CollectiveSession:
     def begin(self, number: int, operation: str, timeout: float, *, spin: bool) -> None:
         """Start collective `number`, which errors call `operation`."""
         self.number, self._operation, self._timeout, self._spin = number, operation, timeout, spin
+
+    @property
+    def num_threads(self) -> int:
+        """How many threads may share the work: several in the main thread only, as only that may spin."""
+        return num_threads(self.segment.world_size) if self._spin else 1
 
     def enter(self, call: str, place_in: int = 0, place_out: int = 0) -> None:
         """Enter the collective; return when all have, and have called the same. Places are for the peers to know."""
