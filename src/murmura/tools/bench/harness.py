@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 
 from murmura import Transport
+from murmura.launch.plan import num_cores
 from murmura.tools.experiments.machine import Machine
 from murmura.tools.progress import Progress, Tell, silent
 
@@ -162,7 +163,7 @@ class Report(ABC, Generic[Spec]):
 
 def take_share_of_cores(world_size: int) -> None:
     """Give torch as many threads as `murmura run` does, or fewer if OMP_NUM_THREADS says so."""
-    share = len(os.sched_getaffinity(0)) // world_size
+    share = num_cores() // world_size
     torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
 
 
