@@ -1,7 +1,7 @@
 """All-reduce through the shared segment.
 
 Small messages are copied through slots. Large ones in memory from `allocate` are reduced where they lie; any other
-goes through its rank's staging area.
+is read by the other ranks where it lies, if all ranks offer theirs, or goes through its rank's staging area.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from torch import Tensor
 from murmura.collectives.chunks import chunk_bounds, is_small, plan_segments
 from murmura.collectives.direct import push
 from murmura.collectives.reduction import Reduction
+from murmura.transports.shared_memory.attached_all_reduce import reduce_attached
 from murmura.transports.shared_memory.control_block import PLACE_IN, PLACE_OUT
+from murmura.transports.shared_memory.peer_memory import OFFERED
 from murmura.transports.shared_memory.session import CollectiveSession
 from murmura.transports.shared_memory.staged_all_reduce import StagedAllReduce
 from murmura.transports.shared_memory.threads import piece_bytes
@@ -29,9 +31,17 @@ def all_reduce_in_segment(
         return
     place_in, place_out = session.segment.place_of(flat_in), session.segment.place_of(flat_out)
     if place_in < 0 or place_out < 0:
-        place_in = place_out = ~session.stage(flat_in.nbytes)
+        # With several threads to copy, staging is faster than reading, which one thread does.
+        may_offer = flat_in is flat_out and session.num_threads == 1
+        place_in = (may_offer and session.memory.offer(flat_in)) or ~session.stage(flat_in.nbytes)
+        place_out = place_in
     session.enter(call, place_in, place_out)
     inputs, outputs = session.places(PLACE_IN), session.places(PLACE_OUT)
+    if all(place >= OFFERED for place in inputs):
+        reduce_attached(session, flat_in, reduction, [place - OFFERED for place in inputs])
+        return
+    if any(place >= OFFERED for place in inputs):
+        inputs, outputs = session.stage_offered(inputs, outputs, flat_in.nbytes)
     if all(place >= 0 for place in inputs):
         _reduce_in_place(session, flat_in, reduction, inputs, outputs)
     else:
