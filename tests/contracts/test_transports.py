@@ -17,7 +17,7 @@ from contracts.cases import COMPLEX, FLOATS, OPS, REDUCIBLE, Case, digest, grid,
 from murmura import ReduceOp, Transport, UsageError
 from murmura.collectives import ring
 from oracles import reduce as oracle
-from worlds import World, those
+from worlds import WORLDS, World, those
 
 SIZES = (1, 2, 3, 4, 5, 8)
 SHORT = (0, 1, 3, 1001)
@@ -80,6 +80,14 @@ def test_long_buffers(world: World, size: int) -> None:
     cases += [Case(LONG, torch.int64, op, exact=False) for op in ("sum", "min")]
     cases += [Case(LONG, torch.float32, op, exact=True) for op in ("mean", "product")]
     check_cases(world, size, cases)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["shared_memory_threads", "peer_memory"])
+def test_other_ways_to_reduce_long_buffers_give_the_same_bits(name: str, size: int) -> None:
+    world = next(each for each in WORLDS if each.name == name)
+    cases = [Case(LONG, dtype, op, exact=False) for dtype in FLOATS for op in ("sum", "mean")]
+    check_cases(world, size, [*cases, Case(LONG, torch.int64, "max", exact=False)])
 
 
 @pytest.mark.slow
