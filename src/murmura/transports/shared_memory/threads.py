@@ -13,6 +13,9 @@ import torch
 
 from murmura.collectives.chunks import PIECE_BYTES
 
+THREAD_BYTES = 2 * PIECE_BYTES
+"""What each of several threads gets at a time: more than one alone, because they meet after every piece."""
+
 GRAIN = 32768
 """Elements. torch gives no thread fewer, so an operation on n times as many occupies n threads at most."""
 
@@ -24,6 +27,6 @@ def num_threads(num_ranks: int) -> int:
 
 def piece_bytes(threads: int, item_bytes: int) -> int:
     """The length of a piece on which torch occupies at most so many threads, each with what its cache holds."""
-    if torch.get_num_threads() <= threads:
-        return threads * PIECE_BYTES
-    return threads * min(PIECE_BYTES, GRAIN * item_bytes)
+    if torch.get_num_threads() > threads:
+        return threads * min(PIECE_BYTES, GRAIN * item_bytes)
+    return PIECE_BYTES if threads == 1 else threads * THREAD_BYTES

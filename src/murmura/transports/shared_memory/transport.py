@@ -153,6 +153,9 @@ class SharedMemoryTransport(Transport):
         self.check_usable()
         return self._segment.allocate(numel, dtype)
 
+    def has_spare_core(self) -> bool:
+        return self._segment.world_size * torch.get_num_threads() < len(os.sched_getaffinity(0))
+
     def observe_waiting(self, probe: Probe | None) -> None:
         self._control.probe = probe
 
