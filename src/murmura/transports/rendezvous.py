@@ -19,8 +19,9 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from murmura.errors import MurmuraError, RendezvousError, UsageError
-from murmura.transports.failures import ExitNotice, Reporter
-from murmura.transports.host import Liveness, host_identity, number_hosts, pid_namespace
+from murmura.transports.error_reporter import ExitNotice, Reporter
+from murmura.transports.host import host_identity, number_hosts, pid_namespace
+from murmura.transports.liveness import Liveness
 from murmura.transports.signed_store import ADVICE, SignedStore
 from murmura.transports.watched_store import Watch, WatchedStore, nobody, poll, run_watched
 
@@ -191,8 +192,7 @@ class _Rendezvous:
         self, store: Store, rank: int, world_size: int, timeout: float, reporter: Reporter, watch: Watch
     ) -> None:
         self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
-        self._reporter = reporter
-        self._watch = watch
+        self._reporter, self._watch = reporter, watch
         self._own = _Entry("", secrets.token_hex(8), host_identity(), pid_namespace(), os.getpid())
         self._unreadable: dict[str, float] = {}  # since when, by key
         self._looked = 0.0
@@ -296,7 +296,7 @@ class _Rendezvous:
         if since is not None and time.monotonic() - since > min(GRACE_SECONDS, self._timeout / 2):
             own, other = self._reporter.own, self._reporter.world_rank(peer)
             raise RendezvousError(
-                f"rank {own} cannot read what stands for rank {other} in the store. Was one of them started with a "
+                f"rank {own} cannot read the entry of rank {other} in the store. Was one of them started with a "
                 f"secret, and the other with none or another? {ADVICE}",
                 (other,),
             )
@@ -343,7 +343,7 @@ class _Rendezvous:
 
 
 def build_group(
-    roster: Roster, world_size: int, backend: str, timeout: float, reporter: Reporter, watch: Watch = nobody
+    roster: Roster, world_size: int, kind: str, timeout: float, reporter: Reporter, watch: Watch = nobody
 ) -> tuple[Any, Store]:
     """A process group of one's own, and the store it needs as long; returns when all ranks have connected.
 
@@ -360,7 +360,7 @@ def build_group(
     with contextlib.closing(liveness), contextlib.ExitStack() as failed:
         failed.callback(watched.release)
         try:
-            make = functools.partial(_make_group, watched, rank, world_size, backend, timeout, len(set(roster.hosts)))
+            make = functools.partial(_make_group, watched, rank, world_size, kind, timeout, len(set(roster.hosts)))
             group = run_watched(make, timeout + 1.0, look)
             watched.set(f"connected/{rank}", b"")
             if rank == 0:  # one asks for all, the others ask for one
@@ -372,7 +372,7 @@ def build_group(
         except (RuntimeError, TimeoutError) as error:
             poll(lambda: False, DEATH_SECONDS, look)  # raises what explains it, if that shows by then
             raise RendezvousError(
-                f"rank {reporter.own} could not connect to all others over {backend}: {error} Did one of them fail "
+                f"rank {reporter.own} could not connect to all others over {kind}: {error} Did one of them fail "
                 "meanwhile? `murmura doctor` looks at the network."
             ) from error
         failed.pop_all()
@@ -380,9 +380,9 @@ def build_group(
     return group, watched
 
 
-def _make_group(store: Store, rank: int, world_size: int, backend: str, timeout: float, num_hosts: int) -> Any:
+def _make_group(store: Store, rank: int, world_size: int, kind: str, timeout: float, num_hosts: int) -> Any:
     limit = timedelta(seconds=timeout)
-    if backend == "gloo":
+    if kind == "gloo":
         if num_hosts > 1:
             return dist.ProcessGroupGloo(store, rank, world_size, limit)
         gloo: Any = dist.ProcessGroupGloo
@@ -390,11 +390,11 @@ def _make_group(store: Store, rank: int, world_size: int, backend: str, timeout:
         options._timeout = limit
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
         return gloo(store, rank, world_size, options)
-    if backend == "nccl":
+    if kind == "nccl":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = limit
         return dist.ProcessGroupNCCL(store, rank, world_size, nccl)
     raise UsageError(
-        f"murmura builds gloo and nccl groups, not {backend!r}. Build it yourself and hand it over: "
+        f"murmura builds gloo and nccl groups, not {kind!r}. Build it yourself and hand it over: "
         "ProcessGroupTransport(group, store=store)."
     )

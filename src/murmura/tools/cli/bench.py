@@ -8,17 +8,16 @@ from typing import Annotated
 import typer
 
 from murmura import ConfigError
-from murmura.algorithms import algorithm_names
 from murmura.tools.bench.all_reduce import AllReduceSpec, run_all_reduce
 from murmura.tools.bench.all_reduce_contestants import Peer
 from murmura.tools.bench.compressors import CompressorsSpec, run_compressors
-from murmura.tools.bench.ddp import DDPPeer, DDPSpec, run_ddp
+from murmura.tools.bench.ddp import DDPSpec, run_ddp
 from murmura.tools.bench.ddp_report import report_of
 from murmura.tools.bench.models import MODELS
-from murmura.tools.bench.network import NetworkPeer, NetworkSpec, run_network
+from murmura.tools.bench.network import NetworkSpec, run_network
 from murmura.tools.bench.sizes import format_size, parse_size
 from murmura.tools.cli.bench_tables import all_reduce_table, compressors_table, ddp_tables, network_table
-from murmura.tools.cli.completion import among
+from murmura.tools.cli.completion import Algorithms, among
 from murmura.tools.cli.failures import exit_on_error
 from murmura.tools.cli.output import JSON_HELP, check_writable, print_result, showing_progress, write
 from murmura.tools.experiments import TASKS, convergence, parse_algorithms
@@ -34,14 +33,6 @@ app = typer.Typer(
 )
 Json = Annotated[Path | None, typer.Option(help=JSON_HELP, metavar="FILE")]
 RankCounts = Annotated[str, typer.Option("-n", "--ranks", help="Numbers of ranks: a list.", metavar="LIST")]
-Algorithms = Annotated[
-    str,
-    typer.Option(
-        help=f"A list of {', '.join(algorithm_names())}; or all. `murmura algorithms` describes each.",
-        metavar="LIST",
-        autocompletion=among(["all", *algorithm_names()]),
-    ),
-]
 
 
 @app.callback()
@@ -104,10 +95,6 @@ def all_reduce(
 def ddp(
     ranks: RankCounts = "2,4",
     models: Annotated[str, typer.Option(help="Models to train: a list.", metavar="LIST")] = ",".join(MODELS),
-    against: Annotated[
-        str,
-        typer.Option(help="Alternatives to measure: torch-ddp, which is torch's DDP on Gloo.", metavar="PEERS"),
-    ] = "torch-ddp",
     seconds: Annotated[
         float,
         typer.Option(help="Seconds to measure each model with each number of ranks, all contestants together."),
@@ -128,7 +115,6 @@ def ddp(
         spec = DDPSpec(
             ranks=parse_list(ranks, parse_num_ranks),
             models={name: MODELS[name] for name in parse_list(models, one_of(MODELS, "--models"))},
-            peers=parse_list(against, lambda entry: parse(DDPPeer, entry, "--against")),
             seconds=seconds,
         )
         check_writable(json)
@@ -169,14 +155,6 @@ def network(
         str, typer.Option(help="Bandwidths of each host's link, in both directions: a list.", metavar="LIST")
     ] = ",".join(DEFAULTS.rates),
     algorithms: Algorithms = "all",
-    against: Annotated[
-        str,
-        typer.Option(
-            help="Alternatives to measure: torch-ddp, which is torch's DDP on Gloo, by default and with its hooks "
-            "for fp16 and PowerSGD.",
-            metavar="PEERS",
-        ),
-    ] = "torch-ddp",
     seconds: Annotated[
         float, typer.Option(help="Seconds to measure each rate, all contestants together; at least 3 rounds.")
     ] = DEFAULTS.seconds,
@@ -189,14 +167,13 @@ def network(
     communicate once in 20 steps are timed over whole periods. "x torch DDP" says how many times as long torch's DDP
     took.
 
-    For example: `murmura bench network --hosts 4 --bandwidth 100mbit,1gbit --against torch-ddp --json result.json`
+    For example: `murmura bench network --hosts 4 --bandwidth 100mbit,1gbit --json result.json`
     """
     with exit_on_error():
         spec = NetworkSpec(
             hosts=hosts,
             rates=parse_list(bandwidth, parse_bandwidth),
             algorithms=parse_algorithms(algorithms),
-            peers=parse_list(against, lambda entry: parse(NetworkPeer, entry, "--against")),
             seconds=seconds,
         )
         check_writable(json)
