@@ -18,8 +18,9 @@ import numpy as np
 from torch import Tensor
 
 from murmura.collectives.chunks import PIECE_BYTES
+from murmura.transports.liveness import process_state
 from murmura.transports.shared_memory.arena import round_up
-from murmura.transports.shared_memory.control_block import NONCE, NONCE_AT, ControlBlock, process_state
+from murmura.transports.shared_memory.control_block import NONCE, NONCE_AT, ControlBlock
 
 OFFERED = 1 << 62  # beside an address, in a word that otherwise holds a place
 MIN_BYTES = 4 * 2**20

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 
 import torch
+from torch import Tensor
 
 from murmura.collectives.chunks import PIECE_BYTES
 
@@ -30,3 +31,13 @@ def piece_bytes(threads: int, item_bytes: int) -> int:
     if torch.get_num_threads() > threads:
         return threads * min(PIECE_BYTES, GRAIN * item_bytes)
     return PIECE_BYTES if threads == 1 else threads * THREAD_BYTES
+
+
+def copy(target: Tensor, source: Tensor, threads: int) -> None:
+    """Copy bytes with at most so many threads."""
+    if threads == 1:
+        target.numpy()[:] = source.numpy()
+        return
+    piece = piece_bytes(threads, 1)
+    for start in range(0, target.numel(), piece):
+        target[start : start + piece].copy_(source[start : start + piece])
