@@ -47,7 +47,7 @@ def test_torch_gives_a_piece_to_no_more_threads_than_asked(dtype: torch.dtype) -
 @pytest.mark.parametrize("length", [0, 1, 1_000_003])
 def test_every_byte_is_copied(length: int, count: int) -> None:
     torch.set_num_threads(3)
-    source = torch.arange(length).remainder_(251).to(torch.uint8)
+    source = torch.arange(length).remainder_(251).add_(1).to(torch.uint8)
     target = torch.zeros_like(source)
     threads.copy(target, source, count)
     assert torch.equal(target, source)

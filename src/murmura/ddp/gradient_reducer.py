@@ -116,9 +116,11 @@ class GradientReducer:
             self._ready[bucket.index][slot] = True
             self._num_missing[bucket.index] -= 1
             self.observed.append(parameter)
-        send = send and self._in_background
-        while send and len(self._tickets) < len(self.buckets) and self._num_missing[len(self._tickets)] == 0:
-            self._send(self.buckets[len(self._tickets)], number)
+        if send and self._num_missing[bucket.index] == 0 and self._in_background:
+            for full in self.buckets[len(self._tickets) :]:
+                if self._num_missing[full.index]:
+                    break
+                self._send(full, number)
 
     def finish(self, number: int, weight: float, *, averages: bool, weighs: bool, one_by_one: bool = False) -> None:
         """End round `number`: send what has not been sent, wait for all of it, and assign the gradients.
