@@ -50,7 +50,13 @@ EXTRA_THIRD_PARTIES = {
     "tools.lab": {"psutil"},
 }
 MAX_LINES = 400
-STORE_MODULES = ("process_group", "signed_store", "watched_store", "failure_log")  # besides rendezvous
+STORE_MODULES = (
+    "process_group",
+    "signed_store",
+    "watched_store",
+    "failure_log",
+    "group_building",
+)  # besides rendezvous
 
 
 def top(path: PurePosixPath) -> str:

@@ -136,6 +136,7 @@ def check_row(row: dict[str, object]) -> None:
         (("--ranks", "0"), "'0' is no number of ranks. Write a list of numbers from 1 to 64: 2,4."),
         (("--ranks", "2,two"), "'two' is no number of ranks"),
         (("--ranks", "2,"), "'' is no number of ranks"),
+        (("--against", "horovod"), "--against='horovod' is unknown. Known: 'torch-ddp'."),
         (("--models", "resnet"), "--models='resnet' is unknown. Known: 'charlm', 'mlp'."),
         (("--seconds", "0"), "Give seconds above 0"),
         (("--seconds", "nan"), "Give seconds above 0"),

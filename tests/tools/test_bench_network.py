@@ -71,6 +71,7 @@ def _compiler() -> None:
         (("--bandwidth", "fast"), "--bandwidth 'fast' is no rate of a link. Write a list like 100mbit,1gbit."),
         (("--bandwidth", "100mbit,"), "--bandwidth '' is no rate"),
         (("--bandwidth", "0mbit"), "is no rate"),
+        (("--against", "horovod"), "--against='horovod' is unknown. Known: 'torch-ddp'."),
         (("--algorithms", "magic"), "--algorithms='magic' is unknown. Known: 'all', 'gradient_allreduce'"),
         (("--algorithms", ""), "--algorithms='' is unknown"),
         (("--seconds", "0"), "Give seconds above 0"),

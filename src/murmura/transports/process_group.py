@@ -26,8 +26,9 @@ from murmura.transports.checks import Check, check_timeout, describe_exchange, f
 from murmura.transports.checks import store as bring_back
 from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.failure_log import FailureLog, is_timeout
+from murmura.transports.group_building import build_group
 from murmura.transports.liveness import Liveness
-from murmura.transports.rendezvous import Roster, Store, build_group, sign_in, under
+from murmura.transports.rendezvous import Roster, Store, sign_in, under
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.signed_store import SignedStore
 from murmura.transports.stalls import StallNotes, WaitDeadline

@@ -26,12 +26,20 @@ from murmura.transports.decorators.throttled import parse_rate
 from murmura.types import parse
 
 MAX_RANKS = 64
+TORCH_DDP = "torch-ddp"
 DEFAULTS = NetworkSpec()
 
 app = typer.Typer(
     help="Measure murmura and its alternatives on this machine.", no_args_is_help=True, rich_markup_mode="markdown"
 )
 Json = Annotated[Path | None, typer.Option(help=JSON_HELP, metavar="FILE")]
+Against = Annotated[
+    str,
+    typer.Option(
+        help="Alternatives to measure: torch-ddp, which is torch's DDP on Gloo (and in `network` its hooks, too).",
+        metavar="PEERS",
+    ),
+]
 RankCounts = Annotated[str, typer.Option("-n", "--ranks", help="Numbers of ranks: a list.", metavar="LIST")]
 
 
@@ -95,6 +103,7 @@ def all_reduce(
 def ddp(
     ranks: RankCounts = "2,4",
     models: Annotated[str, typer.Option(help="Models to train: a list.", metavar="LIST")] = ",".join(MODELS),
+    against: Against = TORCH_DDP,
     seconds: Annotated[
         float,
         typer.Option(help="Seconds to measure each model with each number of ranks, all contestants together."),
@@ -109,9 +118,10 @@ def ddp(
     so slow that communication takes about as long as backward, and the memory that a rank uses, in processes of their
     own.
 
-    For example: `murmura bench ddp --ranks 2,4 --models charlm --seconds 20 --json result.json`
+    For example: `murmura bench ddp --ranks 2,4 --models charlm --against torch-ddp --json result.json`
     """
     with exit_on_error():
+        parse_list(against, one_of([TORCH_DDP], "--against"))
         spec = DDPSpec(
             ranks=parse_list(ranks, parse_num_ranks),
             models={name: MODELS[name] for name in parse_list(models, one_of(MODELS, "--models"))},
@@ -152,9 +162,13 @@ def compressors(
 def network(
     hosts: Annotated[int, typer.Option(help="Number of simulated hosts, with one rank each.", metavar="N")] = 4,
     bandwidth: Annotated[
-        str, typer.Option(help="Bandwidths of each host's link, in both directions: a list.", metavar="LIST")
+        str,
+        typer.Option(
+            "--bandwidth", "--rate", help="Bandwidths of each host's link, in both directions: a list.", metavar="LIST"
+        ),
     ] = ",".join(DEFAULTS.rates),
     algorithms: Algorithms = "all",
+    against: Against = TORCH_DDP,
     seconds: Annotated[
         float, typer.Option(help="Seconds to measure each rate, all contestants together; at least 3 rounds.")
     ] = DEFAULTS.seconds,
@@ -167,9 +181,10 @@ def network(
     communicate once in 20 steps are timed over whole periods. "x torch DDP" says how many times as long torch's DDP
     took.
 
-    For example: `murmura bench network --hosts 4 --bandwidth 100mbit,1gbit --json result.json`
+    For example: `murmura bench network --hosts 4 --bandwidth 100mbit,1gbit --against torch-ddp --json result.json`
     """
     with exit_on_error():
+        parse_list(against, one_of([TORCH_DDP], "--against"))
         spec = NetworkSpec(
             hosts=hosts,
             rates=parse_list(bandwidth, parse_bandwidth),

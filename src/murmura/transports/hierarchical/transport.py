@@ -100,9 +100,14 @@ class HierarchicalTransport(Transport):
         with contextlib.ExitStack() as made:
             across = ManagedGroup.join(under(store, "across"), rank, world_size, check="always", **options)
             made.callback(across.close)
-            inside = share(across)
-            made.callback(inside.close)
-            between = groups.join_leaders(store, across, kind)
+            try:
+                inside = share(across)
+                made.callback(inside.close)
+                between = groups.join_leaders(store, across, kind)
+            except BaseException as error:  # the others hear of it before `across` is closed
+                across.failure_log.announce_exit(ExitNotice.of(error, across.reporter.own))
+                across.abort(error)
+                raise
             made.pop_all()
         return cls(store, across, inside, between, kind=kind, check=check)
 
