@@ -144,8 +144,6 @@ def interleaved(world_size: int) -> list[int]:
 WORLDS = (
     World("in_process", "threads"),
     World("shared_memory", "processes", arena=True),
-    World("shared_memory_threads", "processes", wrap=with_threads, arena=True, slow=True),
-    World("peer_memory", "processes", wrap=reading_peers, arena=True, slow=True),
     World("exchange_only", "threads", wrap=ExchangeOnly, hops=True, checks=False),
     World("traced", "threads", wrap=TracedTransport, slow=True),
     World("traced_shared_memory", "processes", wrap=TracedTransport, arena=True, slow=True),
@@ -185,6 +183,13 @@ WORLDS = (
         slow=True,
     ),
 )
+
+
+OTHER_WAYS = (
+    World("shared_memory_threads", "processes", wrap=with_threads, arena=True),
+    World("peer_memory", "processes", wrap=reading_peers, arena=True),
+)
+"""Ways that shared memory takes for large tensors only, if there are cores to spare, or a tensor comes often."""
 
 
 def those(claim: Callable[[World], bool] = lambda world: True) -> list[Any]:
