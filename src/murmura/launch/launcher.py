@@ -57,9 +57,7 @@ def _run(plan: LaunchPlan, attempt: Attempt, group: LauncherGroup | None) -> Fai
     ]
     try:
         exits = supervise(
-            commands,
-            _log_folder(plan, attempt),
-            should_stop=lambda: group is not None and group.has_failure(attempt),
+            commands, _log_folder(plan, attempt), should_stop=lambda: group is not None and group.has_failure(attempt)
         )
     except SignalException as received:
         if group is not None:
@@ -81,11 +79,7 @@ def _on_one_host(plan: LaunchPlan, number: int) -> Attempt:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     return Attempt(
-        job=uuid.uuid4().hex,
-        number=number,
-        first_rank=0,
-        world_size=plan.num_ranks,
-        master=("127.0.0.1", port),
+        job=uuid.uuid4().hex, number=number, first_rank=0, world_size=plan.num_ranks, master=("127.0.0.1", port)
     )
 
 

@@ -267,14 +267,7 @@ def _join_over(spec: RankSpec) -> Transport:
     store = file_store(spec.store_file, size)
     if spec.transport is TransportKind.HIERARCHICAL:
         return HierarchicalTransport.join(store, rank, size, hosts=spec.hosts, timeout=spec.timeout)
-    return ProcessGroupTransport.join(
-        store,
-        rank,
-        size,
-        kind=spec.transport,
-        hosts=spec.hosts,
-        timeout=spec.timeout,
-    )
+    return ProcessGroupTransport.join(store, rank, size, kind=spec.transport, hosts=spec.hosts, timeout=spec.timeout)
 
 
 def _unpickle_work(work: bytes) -> Any:

@@ -37,8 +37,7 @@ COLUMNS = ("contestant", "steps to\ntarget", "seconds to\ntarget", "step\nms", "
 
 def command(
     task: Annotated[
-        str,
-        typer.Option(help=f"Task to train: {', '.join(TASKS)}.", metavar="TASK", autocompletion=among(TASKS)),
+        str, typer.Option(help=f"Task to train: {', '.join(TASKS)}.", metavar="TASK", autocompletion=among(TASKS))
     ] = "charlm",
     algorithms: Algorithms = "all",
     ranks: Annotated[int, typer.Option("-n", "--ranks", help="Number of ranks.", metavar="N")] = 4,

@@ -33,11 +33,7 @@ def doctor(
     no_live: Annotated[bool, typer.Option("--no-live", help="Do not run any all-reduce.")] = False,
     interface: Annotated[
         str | None,
-        typer.Option(
-            help="Interface that Gloo uses between hosts.",
-            metavar="NAME",
-            envvar="GLOO_SOCKET_IFNAME",
-        ),
+        typer.Option(help="Interface that Gloo uses between hosts.", metavar="NAME", envvar="GLOO_SOCKET_IFNAME"),
     ] = None,
     omp_num_threads: Annotated[str | None, typer.Option(envvar="OMP_NUM_THREADS", hidden=True)] = None,
 ) -> None:

@@ -118,12 +118,7 @@ def try_out(probe: Probe, start_seconds: float, said: Callable[[], str]) -> Find
 
     def work() -> list[Trial]:
         return run_world(
-            exercise,
-            probe.num_ranks,
-            probe.on_cuda,
-            kind=probe.kind,
-            transport=probe.transport,
-            timeout=probe.timeout,
+            exercise, probe.num_ranks, probe.on_cuda, kind=probe.kind, transport=probe.transport, timeout=probe.timeout
         )
 
     tried = call_with_timeout(work, start_seconds + probe.timeout + GRACE_SECONDS)

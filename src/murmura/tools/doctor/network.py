@@ -28,21 +28,13 @@ class Resolved:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkFacts:
-    """How other hosts see this one.
+    """How other hosts see this one."""
 
-    Attributes:
-        interfaces: all there are.
-        host_name: what this host calls itself.
-        resolved: the addresses of that name, in the resolver's order.
-        resolve_fault: why there is none.
-        gloo_interfaces: those named by GLOO_SOCKET_IFNAME.
-    """
-
-    interfaces: tuple[Interface, ...]
-    host_name: str
-    resolved: tuple[Resolved, ...] = ()
-    resolve_fault: str = ""
-    gloo_interfaces: tuple[str, ...] = ()
+    interfaces: tuple[Interface, ...]  # all there are
+    host_name: str  # what this host calls itself
+    resolved: tuple[Resolved, ...] = ()  # the addresses of that name, in the resolver's order
+    resolve_fault: str = ""  # why there is none
+    gloo_interfaces: tuple[str, ...] = ()  # those named by GLOO_SOCKET_IFNAME
 
 
 def gather(gloo_socket_ifname: str | None = None, resolve: Callable[[str], list[str]] | None = None) -> NetworkFacts:

@@ -15,21 +15,13 @@ from murmura.tools.doctor.findings import Finding, Section
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorFacts:
-    """Cores and threads, as this process has them.
+    """Cores and threads, as this process has them."""
 
-    Attributes:
-        cores: of the machine.
-        usable: those among them this process may run on.
-        quota: how many cores' worth of time its control group allows; None is no limit.
-        torch_threads: how many threads torch computes with in this process.
-        omp_num_threads: the variable of that name, if it is set.
-    """
-
-    cores: int
-    usable: int
-    quota: float | None = None
-    torch_threads: int = 1
-    omp_num_threads: str | None = None
+    cores: int  # of the machine
+    usable: int  # those among them this process may run on
+    quota: float | None = None  # how many cores' worth of time its control group allows; None is no limit
+    torch_threads: int = 1  # how many threads torch computes with in this process
+    omp_num_threads: str | None = None  # the variable of that name, if it is set
 
 
 def gather(omp_num_threads: str | None = None) -> ProcessorFacts:

@@ -24,14 +24,7 @@ ABILITIES = {  # by platform.system(): what of murmura runs there
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareFacts:
-    """What is installed, and this process's place in a world.
-
-    Attributes:
-        torch_build: what torch was built for: "CPU", "CUDA 12.8", "ROCm 6.4".
-        numpy_fault: why torch and numpy cannot share memory; empty if they can.
-        world: which rank of which world the environment makes of this process.
-        world_fault: why the environment makes no sense; empty if it does.
-    """
+    """What is installed, and this process's place in a world."""
 
     system: str
     release: str
@@ -39,11 +32,11 @@ class SoftwareFacts:
     python: tuple[int, int, int]
     murmura: str
     torch: str
-    torch_build: str
+    torch_build: str  # what torch was built for: "CPU", "CUDA 12.8", "ROCm 6.4"
     numpy: str
-    numpy_fault: str
-    world: str
-    world_fault: str
+    numpy_fault: str  # why torch and numpy cannot share memory; empty if they can
+    world: str  # which rank of which world the environment makes of this process
+    world_fault: str  # why the environment makes no sense; empty if it does
 
 
 def gather(env: Mapping[str, str] | None = None) -> SoftwareFacts:
@@ -110,9 +103,7 @@ def _judge_torch(facts: SoftwareFacts) -> Finding:
         return Section.SOFTWARE.ok(title, detail)
     least = ".".join(map(str, LEAST_TORCH))
     return Section.SOFTWARE.broken(
-        f"{title} is too old",
-        detail,
-        f"murmura is written for torch {least} and newer: pip install --upgrade torch",
+        f"{title} is too old", detail, f"murmura is written for torch {least} and newer: pip install --upgrade torch"
     )
 
 

@@ -42,13 +42,7 @@ def first_step(folder: RunFolder) -> int:
     return latest
 
 
-def train(
-    settings: TrainSettings,
-    folder: RunFolder,
-    *,
-    start: int = 0,
-    trace: Path | None = None,
-) -> Outcome:
+def train(settings: TrainSettings, folder: RunFolder, *, start: int = 0, trace: Path | None = None) -> Outcome:
     """Run a training, or resume it from the checkpoint of step `start`; must be called in the main thread.
 
     Whatever ends it, run.json says so before the exception comes out. `trace` is a file for Perfetto.
