@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from murmura.tools.doctor.findings import Finding, Section, Status
+from murmura.tools.doctor.findings import Finding, Section
 from murmura.tools.doctor.memory import gib
 from murmura.transports.shared_memory import futex
 
@@ -124,9 +124,7 @@ def check(facts: SharedMemoryFacts) -> list[Finding]:
 
 def _judge_kernel(facts: SharedMemoryFacts) -> Finding:
     if not facts.faults:
-        return Finding(
-            Section.SHARED_MEMORY, Status.OK, "the kernel's part", "memfd, pidfd, futex and abstract sockets work"
-        )
+        return Section.SHARED_MEMORY.ok("the kernel's part", "memfd, pidfd, futex and abstract sockets work")
     return Section.SHARED_MEMORY.broken(
         f"no {', no '.join(facts.faults)}",
         "; ".join(f"{name}: {fault}" for name, fault in facts.faults.items()),
