@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportError
+from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportError, name_ranks
 from murmura.launch.root_cause import CRASH_PRIORITY, exception_priority
 
 POLL_SECONDS = 0.5
@@ -77,9 +77,8 @@ def as_raised(outcome: Outcome, world_size: int) -> BaseException:
 
 def unfinished(ranks: Sequence[int], timeout: float, consequence: str) -> PeerTimeout:
     """Return the error for ranks that were still running `timeout` seconds after the last of the others ended."""
-    names = ", ".join(map(str, ranks))
     return PeerTimeout(
-        f"rank{'s' if len(ranks) > 1 else ''} {names} had not ended {timeout:.1f} s after the last of the others; "
+        f"{name_ranks(ranks)} had not ended {timeout:.1f} s after the last of the others; "
         f"{consequence}. If there was still work to do there, raise the timeout of run_world.",
         peer=ranks[0],
     )

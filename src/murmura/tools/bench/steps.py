@@ -27,7 +27,7 @@ SENT_BYTES, SENT_PACKETS = CPU + 1, CPU + 2
 
 
 def nothing() -> None:
-    """What closing a contestant that holds nothing takes."""
+    """Close a contestant that holds no resources."""
 
 
 def plain_backward(loss: Tensor) -> None:
@@ -40,7 +40,7 @@ class Wrapped:
 
     forward: nn.Module  # what to call for the forward pass
     backward: Callable[[Tensor], None] = plain_backward  # runs the backward pass on a loss
-    close: Callable[[], None] = nothing  # lets go of what it holds
+    close: Callable[[], None] = nothing  # releases its resources
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,8 @@ def _find_rendezvous_sockets() -> list[RendezvousSocket]:
     pids: dict[str, int | None] = {}  # by name: the listening socket and its connections have the same
     with contextlib.suppress(psutil.Error, OSError):
         for each in psutil.net_connections("unix"):
-            if each.laddr.startswith("@murmura-"):
-                pids[each.laddr] = each.pid or pids.get(each.laddr)
+            if (name := str(each.laddr)).startswith("@murmura-"):
+                pids[name] = each.pid or pids.get(name)
     return [RendezvousSocket(name, pid) for name, pid in sorted(pids.items())]
 
 

@@ -197,7 +197,7 @@ def _milliseconds(seconds: float) -> str:
 def output_kept() -> Iterator[Callable[[], str]]:
     """Capture what is written to descriptors 1 and 2; the yielded function returns what is new since its last call.
 
-    Processes started meanwhile inherit that: ranks have nothing to say to a reader of JSON.
+    Processes started meanwhile inherit the descriptors, so that ranks print nothing into the JSON output.
     """
     with tempfile.TemporaryFile() as file, contextlib.ExitStack() as stack:
         for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):

@@ -70,7 +70,7 @@ def _judge_threads(facts: ProcessorFacts) -> Finding:
     threads = _count(facts.torch_threads, "thread")
     omp = facts.omp_num_threads
     said = "OMP_NUM_THREADS is not set" if omp is None else f"OMP_NUM_THREADS={omp}"
-    if omp is not None and not (omp.strip().isdecimal() and int(omp) > 0) and not _is_list(omp):
+    if omp is not None and not _is_list(omp):
         return Section.PROCESSOR.warning(
             f"{said} is no number of threads",
             f"it is ignored, and torch computes with {threads}",

@@ -1,6 +1,6 @@
 """A rank of a comparison: all contestants train in the same processes, in turns of a few steps.
 
-So whatever the machine does meanwhile, it does to all of them. What they find goes to run folders.
+A disturbance of the machine therefore affects all of them alike. Each writes a run folder.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def train_as_rank(
             is_last = training.step == settings.steps
             with observer.paused():
                 if is_last or training.step % settings.evaluate_every == 0:
-                    evaluated = _evaluate(training)
+                    evaluated = {"held_out": training.evaluate(), "consensus": training.ddp.consensus_distance()}
                     observer.log(**evaluated)
                 every = settings.checkpoint_every
                 if every and (is_last or training.step % every == 0):
@@ -120,8 +120,3 @@ def train_as_rank(
         seconds=time.monotonic() - began,
         steps_taken=settings.steps - start,
     )
-
-
-def _evaluate(training: Training) -> dict[str, float]:
-    """Return what an `Observer` logs at an evaluation. Collective."""
-    return {"held_out": training.evaluate(), "consensus": training.ddp.consensus_distance()}
