@@ -1,8 +1,9 @@
 """Has the gradients of a round copied into their buckets, and exchanges full buckets while backward goes on.
 
 Gradient hooks only copy and enqueue. Buckets go to the communication thread in index order on every rank, whatever the
-order in which gradients come. `finish` fills what got no gradient, exchanges the round's tail, waits for everything,
-and gives parameters that only other ranks used their gradient.
+order in which gradients come; where that thread would take a core from backward, they are exchanged after it. `finish`
+fills what got no gradient, exchanges the round's tail, waits for everything, and gives parameters that only other ranks
+used their gradient.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class GradientReducer:
         self._where = {
             id(parameter): (bucket, slot) for bucket in self.buckets for slot, parameter in enumerate(bucket.parameters)
         }
+        self._on_cpu = all(bucket.flat.is_cpu for bucket in self.buckets)
         self._tail = Tail(self.buckets, self._transport) if self.buckets else None
         for bucket in self.buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
@@ -114,8 +116,11 @@ class GradientReducer:
             self._ready[bucket.index][slot] = True
             self._num_missing[bucket.index] -= 1
             self.observed.append(parameter)
-        while send and len(self._tickets) < len(self.buckets) and self._num_missing[len(self._tickets)] == 0:
-            self._send(self.buckets[len(self._tickets)], number)
+        if send and self._num_missing[bucket.index] == 0 and self._in_background:
+            for full in self.buckets[len(self._tickets) :]:
+                if self._num_missing[full.index]:
+                    break
+                self._send(full, number)
 
     def finish(self, number: int, weight: float, *, averages: bool, weighs: bool, one_by_one: bool = False) -> None:
         """End round `number`: send what has not been sent, wait for all of it, and assign the gradients.
@@ -171,7 +176,11 @@ class GradientReducer:
                 self._failure = error
                 raise
 
-        return self._transport.submit_job(what, run)
+        return (self._transport.submit_job if self._in_background else self._transport.run_job)(what, run)
+
+    @property
+    def _in_background(self) -> bool:
+        return not self._on_cpu or self._transport.has_spare_core()
 
     def _settle(self, tail: Tail, weighs: bool, number: int) -> None:
         """Give every parameter that any rank used its mean gradient; leave the others without."""
