@@ -8,7 +8,6 @@ import os
 import signal
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -87,22 +86,22 @@ def rank_main(rank: int, size: int, path: str, way: str, length: int, fault: str
         for _ in range(3):
             call(way, length, state)
         if rank == CULPRIT:
-            reports.put(("fault", time.monotonic()))
+            reports.send(("fault", time.monotonic()))
             misbehave(fault)
         call(way, length, state)
-        reports.put(Report(rank, "", "", None, time.monotonic(), False))
+        reports.send(Report(rank, "", "", None, time.monotonic(), False))
     except Exception as error:
         ours = next((each for each in (PeerLost, PeerTimeout, CollectiveMismatch) if isinstance(error, each)), None)
         kind = ours.__name__ if ours else type(error).__name__
         told = Report(
             rank,
             kind,
-            f"{error}\n{traceback.format_exc()}",
+            str(error)[:2000],  # so that a report is written to the pipe at once, whoever writes beside it
             getattr(error, "peer", None),
             time.monotonic(),
             isinstance(error, dist.DistBackendError),
         )
-        reports.put(told)
+        reports.send(told)
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
 
@@ -110,10 +109,10 @@ def rank_main(rank: int, size: int, path: str, way: str, length: int, fault: str
 @contextlib.contextmanager
 def world(size: int, *scenario: Any) -> Iterator[tuple[list[Any], Any]]:
     context = multiprocessing.get_context("forkserver")
-    reports = context.SimpleQueue()
+    reports, theirs = context.Pipe(duplex=False)  # no semaphore, which would have a name
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=rank_main, args=(rank, size, f"{folder}/store", *scenario, reports), daemon=True)
+            context.Process(target=rank_main, args=(rank, size, f"{folder}/store", *scenario, theirs), daemon=True)
             for rank in range(size)
         ]
         for process in processes:
@@ -126,13 +125,14 @@ def world(size: int, *scenario: Any) -> Iterator[tuple[list[Any], Any]]:
                 process.join()
                 process.close()
             reports.close()
+            theirs.close()
 
 
 def collect(reports: Any, count: int) -> tuple[float, list[Report]]:
     """When the fault happened, and what so many ranks told."""
     struck, told = 0.0, []
     while len(told) < count or not struck:
-        came = reports.get()
+        came = reports.recv()
         if isinstance(came, Report):
             told.append(came)
         else:

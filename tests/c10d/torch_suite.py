@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import time
 import traceback
 import unittest
 import warnings
@@ -28,6 +27,7 @@ from typing import Any
 
 SUITE = "torch.testing._internal.distributed.distributed_test"
 PASSED, SKIPPED = "passed", "skipped"
+TEST_SECONDS = 60.0
 
 
 def stand_in_for_gloo() -> None:
@@ -102,7 +102,8 @@ def run_test(case: Any, suite: Any, name: str, rank: int, folder: str) -> str:
     return outcome
 
 
-def run_rank(rank: int, tests: list[str], folder: str, stand_in: bool, results: Any, barrier: Any) -> None:
+def run_rank(rank: int, folder: str, stand_in: bool, parent: Any) -> None:
+    """Run the tests whose names come through `parent`, until none comes."""
     os.environ["TEMP_DIR"] = folder
     warnings.simplefilter("ignore")
     import torch
@@ -113,44 +114,43 @@ def run_rank(rank: int, tests: list[str], folder: str, stand_in: bool, results: 
         stand_in_for_gloo()
         # They ask for events that end in another thread, which Python cannot make; ours are tested elsewhere.
         suite.PROFILING_SUPPORTED_BACKENDS = suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS = []
-    for name in tests:
-        barrier.wait(120)
-        faulthandler.dump_traceback_later(60, exit=True)
-        began = time.monotonic()
+    while name := parent.recv():
+        faulthandler.dump_traceback_later(TEST_SECONDS, exit=True)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             outcome = run_test(case, suite, name, rank, folder)
         faulthandler.cancel_dump_traceback_later()
-        results.put((name, rank, outcome, time.monotonic() - began))
+        parent.send(outcome)
 
 
 def run(tests: list[str], ranks: int, stand_in: bool, verbose: bool) -> dict[str, list[str]]:
-    """The outcomes of every test, by rank."""
+    """The outcomes of every test, by rank. The next test begins when all ranks have ended the one before."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "murmura", SUITE])
-    results, barrier = context.Queue(), context.Barrier(ranks)
-    outcomes: dict[str, list[str]] = {name: [""] * ranks for name in tests}
-    with tempfile.TemporaryDirectory() as folder:
+    outcomes: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ended:
         for sub in ("barrier", "test_dir", "init_dir"):
             Path(folder, sub).mkdir()
-        args = (tests, folder, stand_in, results, barrier)
-        processes = [context.Process(target=run_rank, args=(rank, *args), daemon=True) for rank in range(ranks)]
-        for process in processes:
+        pipes = []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=run_rank, args=(rank, folder, stand_in, theirs), daemon=True)
             process.start()
-        left = len(tests) * ranks
-        while left:
+            theirs.close()
+            ended.callback(process.kill)
+            pipes.append(ours)
+        for name in tests:
+            for pipe in pipes:
+                pipe.send(name)
             try:
-                name, rank, outcome, seconds = results.get(timeout=5)
-            except Exception:
-                if not all(process.is_alive() for process in processes):
-                    break
-                continue
-            left -= 1
-            outcomes[name][rank] = outcome
+                outcomes[name] = [pipe.recv() for pipe in pipes]
+            except EOFError:  # a rank was stuck, and has told where on standard error
+                outcomes[name] = ["a rank ended"] * ranks
+                break
             if verbose:
-                print(f"{name} rank {rank}: {outcome.splitlines()[-1][:150]} ({seconds:.1f} s)", flush=True)
-        for process in processes:
-            process.join(5)
-            process.kill()
+                print(f"{name}: {', '.join(each.splitlines()[-1][:100] for each in outcomes[name])}", flush=True)
+        for pipe in pipes:
+            with contextlib.suppress(OSError):
+                pipe.send("")
     return outcomes
 
 
