@@ -93,7 +93,7 @@ def zero() -> list[Tensor]:
     return weights(wrapped)
 
 
-def fsdp2(mixed: bool = False, shape: tuple[int, ...] = ()) -> list[Tensor]:
+def fsdp2(mixed: bool = False, shape: tuple[int, ...] = (), allocated: bool = False) -> list[Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -104,13 +104,20 @@ def fsdp2(mixed: bool = False, shape: tuple[int, ...] = ()) -> list[Tensor]:
     for layer in sharded:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(sharded, mesh=mesh, mp_policy=policy)
+    whole = fully_shard(sharded, mesh=mesh, mp_policy=policy)
+    for each in whole.modules() if allocated else ():
+        if hasattr(each, "set_allocate_memory_from_process_group_for_comm"):
+            each.set_allocate_memory_from_process_group_for_comm(True)
     train(sharded, torch.optim.AdamW(sharded.parameters(), 0.01))
     return weights(sharded)
 
 
 def fsdp2_bf16() -> list[Tensor]:
     return fsdp2(mixed=True)
+
+
+def fsdp2_allocated() -> list[Tensor]:
+    return fsdp2(allocated=True)
 
 
 def hsdp() -> list[Tensor]:
@@ -253,8 +260,9 @@ def barriers_and_metrics() -> list[Tensor]:
 PROGRAMS: dict[str, Callable[[], list[Tensor]]] = {
     each.__name__: each
     for each in (
-        ddp, ddp_with_unused_parameters, ddp_fp16_hook, ddp_powersgd_hook, join, zero, fsdp2, fsdp2_bf16, hsdp, dtensor,
-        tensor_parallel, checkpoint, objects, functional, compiled, pipeline, barriers_and_metrics,
+        ddp, ddp_with_unused_parameters, ddp_fp16_hook, ddp_powersgd_hook, join, zero, fsdp2, fsdp2_bf16,
+        fsdp2_allocated, hsdp, dtensor, tensor_parallel, checkpoint, objects, functional, compiled, pipeline,
+        barriers_and_metrics,
     )
 }  # fmt: skip
 
