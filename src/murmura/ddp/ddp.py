@@ -24,7 +24,7 @@ from murmura.ddp.wrapping import check_module, refuse_inside_torch_ddp
 from murmura.errors import ConfigError, UsageError
 from murmura.observe import Observer
 from murmura.transports.base import Transport
-from murmura.transports.connect import connect
+from murmura.transports.connect import transport_for
 from murmura.types import NonFinite, parse
 
 Batch = TypeVar("Batch")
@@ -67,13 +67,9 @@ class DDP(nn.Module):
         chosen = _as_algorithm(algorithm)
         nonfinite = parse(NonFinite, nonfinite, "nonfinite")
         _check_numbers(bucket_size_bytes, verify_every)
-        if transport is not None and not isinstance(transport, Transport):
-            raise ConfigError(
-                f"transport={transport!r} is no Transport. Pass what connect() or run_world() gives, or None."
-            )
         check_module(module, DDP)
         self.module = module
-        self._transport = connect() if transport is None else transport
+        self._transport = transport_for(module, transport=transport)
         try:
             channel = self._transport.channel("ddp").without_listeners()
             self._replica = ModelReplica(module, channel, ignore, broadcast_buffers)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 import weakref
+from typing import Any
 
 import torch
+from torch import nn
 
 from murmura.config import DistributedConfig
 from murmura.errors import ConfigError
@@ -19,7 +21,7 @@ from murmura.transports.signed_store import SignedStore
 from murmura.transports.watched_store import nobody, poll
 from murmura.types import DistributedBackend, TransportKind
 
-__all__ = ["connect"]
+__all__ = ["connect", "transport_for"]
 
 _SERVED: weakref.WeakValueDictionary[tuple[str, int], Store] = weakref.WeakValueDictionary()
 """The stores that this process serves as rank 0, as long as a transport lives that needs them; the next joins in."""
@@ -54,6 +56,25 @@ def connect(config: DistributedConfig | None = None) -> Transport:
     return SharedMemoryTransport.join(
         job, config.rank, config.world_size, timeout=config.timeout, secret=config.secret or ""
     )
+
+
+def transport_for(module: nn.Module, *, transport: Any = None, process_group: Any = None) -> Transport:
+    """The transport on which the replicas of `module` stay together: the one given, or a connection of its own.
+
+    The caller closes what it did not pass as `transport`. `process_group` is one of torch.distributed, which fixes the
+    ranks and their order; closing the transport leaves it open.
+    """
+    if transport is not None and process_group is not None:
+        raise ConfigError("transport= and process_group= both say who the ranks are. Pass one of them.")
+    if transport is not None:
+        if not isinstance(transport, Transport):
+            raise ConfigError(
+                f"transport={transport!r} is no Transport. Pass what connect() or run_world() gives, or None."
+            )
+        return transport
+    if process_group is not None:
+        return ProcessGroupTransport(process_group)
+    return connect()
 
 
 def _join_over_a_network(config: DistributedConfig, kind: TransportKind) -> Transport:
