@@ -47,7 +47,14 @@ EXTRA_THIRD_PARTIES = {
     "tools.bench": {"mpi4py"},
 }
 MAX_LINES = 400
-STORE_MODULES = ("process_group", "signed_store", "watched_store", "failure_log")  # besides rendezvous
+STORE_MODULES = (
+    "process_group",
+    "signed_store",
+    "watched_store",
+    "failure_log",
+    "user_group",
+    "foreign_group",
+)  # besides rendezvous
 
 
 def top(path: PurePosixPath) -> str:

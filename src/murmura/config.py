@@ -362,7 +362,7 @@ class DistributedConfig:
         """Read the variables of torchrun, Open MPI, MPICH or SLURM (inside a step), and the MURMURA_ variables.
 
         Without any launcher's variables it is a world of one; if some are missing, a ConfigError names them.
-        MURMURA_ALGORITHM, _TRANSPORT, _JOB_ID, _SECRET and _TIMEOUT set the fields of those names.
+        MURMURA_ALGORITHM, _TRANSPORT, _JOB_ID, _SECRET and _TIMEOUT set the fields of those names, _DEVICE `backend`.
         """
         variables = Variables(os.environ if env is None else env)
         launcher = find_launcher(variables.env)
@@ -371,6 +371,7 @@ class DistributedConfig:
             values = read_launcher(variables, launcher)
         for name in ("algorithm", "transport", "job_id", "secret"):
             values[name] = variables.read({f"MURMURA_{name.upper()}": str}) or values.get(name)
+        values["backend"] = variables.read({"MURMURA_DEVICE": str})
         values["timeout"] = variables.read({"MURMURA_TIMEOUT": seconds})
         values = {name: value for name, value in values.items() if value is not None}
         where = f"the environment ({launcher.name})" if launcher else "the environment"

@@ -59,6 +59,11 @@ class Endpoint:
         self._listeners = CollectiveListeners()  # shared with what is split off
         self._store_served: Any = None  # that lives as long as this, if this rank serves it
 
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank among those of its host, from 0."""
+        return list(self.hosts[: self.rank]).count(self.hosts[self.rank])
+
     # Closing and failing
 
     def close(self) -> None:
