@@ -194,7 +194,7 @@ class GradientReducer:
                 self._failure = error
                 raise
 
-        return self._transport.submit_job(what, run)
+        return self._transport.submit_job(what, run, "all_reduce")
 
     def _settle(self, tail: Tail, weighs: bool, number: int) -> None:
         """Give every parameter that any rank used its mean gradient; leave the others without."""

@@ -268,8 +268,8 @@ class ProcessGroupTransport(Transport):
             self._break_off()
             raise
 
-    def submit_job(self, what: str, work: Callable[[], Any]) -> Ticket:
-        return self._watched(what, super().submit_job(what, work))
+    def submit_job(self, what: str, work: Callable[[], Any], operation: str = "exchange") -> Ticket:
+        return self._watched(what, super().submit_job(what, work, operation))
 
     def _watched(self, what: str, ticket: Ticket) -> Ticket:
         """Let the thread that waits for `ticket` warn if that takes long: the one that waits inside torch cannot."""
