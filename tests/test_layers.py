@@ -30,7 +30,7 @@ LAYERS = (
     {"integrations"},
     {"", "__init__", "lab", "__main__"},  # the package itself, which imports what it exports
     # The second floor: programs, which the library never imports.
-    {"tools", "tools.ranks", "tools.progress", "tools.options"},
+    {"tools", "tools.ranks", "tools.progress", "tools.options", "tools.migrate"},
     {"tools.lab"},
     {"tools.experiments"},
     {"tools.bench", "tools.doctor"},
