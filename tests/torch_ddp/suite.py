@@ -1,6 +1,6 @@
 """Runs torch's own tests of DistributedDataParallel, on the CPU, with a class in the place of torch's.
 
-    python -m tests.torch_ddp.suite --wrapper murmura --ranks 2 [name ...]
+    python -m torch_ddp.suite --wrapper murmura --ranks 2 [name ...]
 
 prints one line of JSON for each test. Every test runs in processes of its own, forked from this one.
 """
@@ -44,7 +44,7 @@ def main() -> None:
 
 def load() -> type[unittest.TestCase]:
     """torch's tests, with ranks that are forked: to spawn them would import torch anew for every test."""
-    from tests.torch_ddp import redirect
+    from torch_ddp import redirect
 
     redirect.lift_skips()
     from torch.testing._internal.distributed import distributed_test
@@ -60,36 +60,25 @@ def load() -> type[unittest.TestCase]:
 
 
 def use(wrapper: str) -> None:
-    """Put the class that is under test in the place of torch's; device arguments are redirected as all devices are."""
+    """Put the class that is under test in the place of torch's: `murmura.DDP` as it is, or torch's own.
+
+    Torch's refuses device ids for a model on the CPU, where the redirection leaves it.
+    """
     import torch
     from torch.testing._internal.distributed import distributed_test
 
+    torchs = torch.nn.parallel.DistributedDataParallel
     if wrapper == "torch":
-        base: Any = torch.nn.parallel.DistributedDataParallel
-    else:
-        import murmura
+        original = torchs.__init__
 
-        base = murmura.DDP
+        def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **kwargs: Any) -> None:
+            original(self, module, **kwargs)
 
-    class DistributedDataParallel(base):  # type: ignore[misc]
-        def __init__(self, module: Any, *args: Any, **kwargs: Any) -> None:
-            if kwargs.get("device_ids"):
-                kwargs["device_ids"] = None
-            kwargs.pop("output_device", None)
-            super().__init__(module, *args, **kwargs)
+        torchs.__init__ = init
+        return
+    import murmura
 
-    if wrapper == "torch":
-        DistributedDataParallel = base
-        original = base.__init__
-
-        def init(
-            self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any
-        ) -> None:
-            original(self, module, None, None, *args, **kw)
-
-        base.__init__ = init
-    torch.nn.parallel.DistributedDataParallel = DistributedDataParallel
-    distributed_test.DistributedDataParallel = DistributedDataParallel
+    torch.nn.parallel.DistributedDataParallel = distributed_test.DistributedDataParallel = murmura.DDP
 
 
 def names_of(cases: type[unittest.TestCase]) -> list[str]:

@@ -146,6 +146,12 @@ def check_hook(hook: Any, algorithm: AlgorithmImpl, transport: Transport, group:
         )
 
 
+def torch_group(given: Any) -> Any:
+    """The group of torch.distributed that was given, else its default group, else None."""
+    is_there = given is None and dist.is_available() and dist.is_initialized()
+    return dist.group.WORLD if is_there else given
+
+
 def _name(hook: Any) -> str:
     return str(getattr(hook, "__name__", None) or type(hook).__name__)
 

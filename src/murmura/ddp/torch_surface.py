@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from murmura.ddp.comm_hook import CommHook, Hook, check_hook
+from murmura.ddp.comm_hook import CommHook, Hook, check_hook, torch_group
 from murmura.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,6 +67,11 @@ class TorchSurface(nn.Module):
             for name in [name for name in state_dict if name.startswith(prefix)]:
                 state_dict[own + name.removeprefix(prefix)] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @property
+    def process_group(self) -> Any:
+        """The group of torch.distributed whose ranks these are, as it was given or by default; None without one."""
+        return torch_group(self._torch_group)
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
