@@ -71,6 +71,7 @@ def layer(parts: Sequence[str]) -> str:
 def may_import_torch_distributed(path: PurePosixPath) -> bool:
     return (
         path.as_posix() in {*(f"transports/{name}.py" for name in STORE_MODULES), "tools/experiments/gloo.py"}
+        or path.as_posix() == "ddp/comm_hook.py"  # where torch's own communication hooks run
         or "rendezvous" in path.with_suffix("").parts
         or top(path) in {"launch", "integrations", "tools.bench"}
     )

@@ -8,6 +8,7 @@ and gives parameters that only other ranks used their gradient.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,19 +17,26 @@ from torch import Tensor, nn
 
 from murmura.algorithms import AlgorithmImpl
 from murmura.buckets import Bucket
+from murmura.buckets.flat import plain_memory
 from murmura.ddp.bucket_planner import BucketPlanner
+from murmura.ddp.comm_hook import CommHook
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.tail import Tail
 from murmura.errors import MurmuraError, UsageError
 from murmura.observe.observer import Observer, exchanging
 from murmura.transports.serial_executor import Ticket
 
+log = logging.getLogger("murmura")
+
 
 class GradientReducer:
     """The gradients of one model on one rank; `exchange` is what the algorithm does with a full bucket."""
 
-    def __init__(self, replica: ModelReplica, planner: BucketPlanner) -> None:
+    def __init__(self, replica: ModelReplica, planner: BucketPlanner, *, as_views: bool) -> None:
         self.exchange: Callable[[Bucket], None]
+        self.hook: CommHook | None = None  # takes the place of `exchange`
+        self._as_views = as_views  # gradients are views of the buckets, and not copied out of them
+        self._has_graphs = False  # some came with a graph of their own, and so in their own memory
         self._replica = replica
         self._planner = planner
         self.observer: Observer | None = None
@@ -65,11 +73,12 @@ class GradientReducer:
             id(parameter): (bucket, slot) for bucket in self.buckets for slot, parameter in enumerate(bucket.parameters)
         }
         self._tail = Tail(self.buckets, self._transport) if self.buckets else None
-        for bucket in self.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if parameter.grad is not None:
-                    view.copy_(parameter.grad)
-                    parameter.grad = view
+        if self._as_views:
+            for bucket in self.buckets:
+                for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                    if parameter.grad is not None and not parameter.grad.requires_grad:
+                        view.copy_(parameter.grad)
+                        parameter.grad = view
         self.reset()
 
     def reset(self) -> None:
@@ -80,6 +89,22 @@ class GradientReducer:
         self._failure: BaseException | None = None  # of the first exchange of the round that failed
         self._before = None
         self.observed = []
+
+    def use_hook(self, hook: CommHook) -> None:
+        """Let `hook` exchange the buckets from the next round on."""
+        self.hook = hook
+        self._planner.allocate = plain_memory  # no transport touches it, and some of torch's hooks resize it
+        if self._replica.buckets:
+            self._replica.buckets = self._planner.buckets()
+            self.use(self._replica.buckets)
+
+    def refuse_switch(self) -> None:
+        """Refuse another algorithm beside a hook, which would go on to exchange the gradients."""
+        if self.hook is not None:
+            raise UsageError(
+                "set_algorithm() was called, but a communication hook exchanges the gradients. Wrap the model again "
+                "for another algorithm: DDP(ddp.into_inner(), ...)."
+            )
 
     @property
     def has_sent(self) -> bool:
@@ -96,7 +121,7 @@ class GradientReducer:
             for bucket, before in zip(self.buckets, self._before, strict=True):
                 for parameter, view in zip(bucket.parameters, bucket.views_of(before), strict=True):
                     if parameter.grad is not None:
-                        view.copy_(parameter.grad)
+                        view.copy_(parameter.grad.detach())
 
     def add(self, parameter: nn.Parameter, number: int, *, send: bool = True) -> None:
         """A gradient of round `number` is complete: copy it into its bucket, and `send` the buckets that are full."""
@@ -143,6 +168,8 @@ class GradientReducer:
             ticket.wait()
         if tail.must_be_read(weighs):
             self._settle(tail, averages and weighs, number)
+        if not self._as_views or self._has_graphs:
+            self._copy_out()
         self.reset()
 
     def _copy_in(self, bucket: Bucket, slot: int) -> None:
@@ -160,20 +187,36 @@ class GradientReducer:
                     f"the gradient of {bucket.names[slot]!r} no longer fits its bucket: the parameter was cast, moved "
                     "or resized after wrapping. Do that before, or wrap the model again: DDP(ddp.into_inner(), ...)."
                 )
+            view.copy_(gradient.detach())
             if gradient.requires_grad:
-                raise UsageError(
-                    f"the gradient of {bucket.names[slot]!r} has a graph of its own, which no exchange can keep. "
-                    "Instead of backward(create_graph=True) use torch.autograd.grad, and then a plain backward."
-                )
-            view.copy_(gradient)
-            parameter.grad = view
+                if not self._has_graphs:
+                    log.warning("backward(create_graph=True): gradients are averaged, but not through their graphs")
+                self._has_graphs = True
+            elif self._as_views:
+                parameter.grad = view
+
+    def _copy_out(self) -> None:
+        """Copy the means from the buckets into gradients of their own memory."""
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if parameter.grad is not view and parameter.grad is not None:
+                    with torch.no_grad():
+                        parameter.grad.copy_(view)
+                elif parameter.grad is view and not self._as_views:  # only other ranks used it
+                    parameter.grad = view.clone()
 
     def _send(self, bucket: Bucket, number: int) -> None:
         what = f"bucket {bucket.index} (first parameter {bucket.names[0]!r}) of round {number}"
 
+        is_last = bucket.index == len(self.buckets) - 1
+        finish = self.hook.start(bucket, is_last=is_last) if self.hook is not None else None
+
         def exchange() -> None:
             with exchanging(self.observer, "bucket", bucket.index):
-                self.exchange(bucket)
+                if finish is None:
+                    self.exchange(bucket)
+                else:
+                    finish()
 
         self._tickets.append(self._submit(what, exchange, bucket.flat))
 
