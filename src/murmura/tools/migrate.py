@@ -147,8 +147,13 @@ class _Script:
                 self.edits.append(self._without(node.names, place))
 
     def _without(self, aliases: list[ast.alias], place: int) -> _Edit:
-        """Remove one name of a list, with the comma that no longer separates it from another."""
+        """Remove one name of a list, with the comma that no longer separates it from another, or with its line."""
         start, end = self._span(aliases[place])
+        line_start, line_end = self._starts[aliases[place].lineno - 1], self._starts[aliases[place].lineno]
+        before, after = self.source[line_start:start], self.source[end:line_end]
+        in_parentheses = "(" in self.source[: self._span(aliases[0])[0]].rpartition("import")[2]
+        if in_parentheses and not before.strip() and re.fullmatch(r"\s*,?\s*(#.*)?\s*", after):
+            return _Edit(line_start, line_end, "")
         later = [each for each in aliases[place + 1 :] if each.name != CLASS]
         if later:
             return _Edit(start, self._span(aliases[place + 1])[0], "")
