@@ -71,7 +71,8 @@ def layer(parts: Sequence[str]) -> str:
 def may_import_torch_distributed(path: PurePosixPath) -> bool:
     return (
         path.as_posix() in {*(f"transports/{name}.py" for name in STORE_MODULES), "tools/experiments/gloo.py"}
-        or path.as_posix() == "ddp/comm_hook.py"  # where torch's own communication hooks run
+        # where torch's own communication hooks run, and its Join
+        or path.as_posix() in {"ddp/comm_hook.py", "ddp/torch_surface.py", "ddp/torch_join.py"}
         or "rendezvous" in path.with_suffix("").parts
         or top(path) in {"launch", "integrations", "tools.bench"}
     )

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.join import Join, Joinable
 
 from ddp.models import all_equal, backward, errors_on, fill, number, on_ranks, values, weight, weights_of
-from murmura import DDP, Algorithm, ByteGradAlgorithm, ConfigError, GradientAllReduceAlgorithm, Transport, UsageError
+from murmura import (
+    DDP,
+    Algorithm,
+    ByteGradAlgorithm,
+    ConfigError,
+    GradientAllReduceAlgorithm,
+    Transport,
+    UsageError,
+    run_world,
+)
+from worlds import SECONDS
 
 DATA = [[1.0], [3.0, 5.0, 6.0], [8.0, 7.0]]
 
@@ -176,6 +190,70 @@ def test_blocks_and_loops_do_not_nest() -> None:
         loop.close()
 
     on_ranks(run, 2)
+
+
+def join_by_torch(transport: Transport, store: str) -> tuple[list[Tensor], bool, list[str]]:
+    """torch's generic Join, and after that our own block, on the same model; with an optimizer of torch's beside it."""
+    distributed.init_process_group(
+        "gloo", store=distributed.FileStore(store, 2), rank=transport.rank, world_size=2, timeout=timedelta(seconds=30)
+    )
+    try:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported
+
+        ddp = DDP(fill(nn.Linear(3, 2).double()), transport)
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+
+        def loop(num_steps: int) -> Tensor:
+            for index in range(num_steps):
+                ddp.zero_grad()
+                ddp(values(4, 3, seed=10 * index + transport.rank, dtype=torch.float64)).square().mean().backward()
+                optimizer.step()
+            return weights_of(ddp.module)
+
+        uneven = [2, 5][transport.rank]
+        with Join([ddp, optimizer]):
+            loop(uneven)
+        seen = [weights_of(ddp.module)]
+        with Join([optimizer]), ddp.join():
+            loop(2)
+        with Join([ddp], enable=False):
+            seen.append(loop(2))
+        errors = []
+        try:
+            with Join([ddp], throw_on_early_termination=True):
+                for _ in range(2 + transport.rank):
+                    ddp(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        except RuntimeError as error:
+            errors.append(str(error))
+        return seen, isinstance(ddp, Joinable), errors
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_torchs_generic_join_takes_the_model(tmp_path: Path) -> None:
+    results = run_world(join_by_torch, 2, str(tmp_path / "store"), kind="processes", timeout=SECONDS)
+    assert all_equal(seen for seen, _, _ in results)
+    model = fill(nn.Linear(3, 2).double())
+    for index in range(5):  # by hand: rank 0 has two batches, and the mean is over both ranks all the same
+        model.zero_grad()
+        for rank in range(2) if index < 2 else [1]:
+            x = values(4, 3, seed=10 * index + rank, dtype=torch.float64)
+            (model(x).square().mean() / 2).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    (seen, is_joinable, first), (_, _, second) = results
+    torch.testing.assert_close(seen[0], weights_of(model), rtol=0, atol=1e-12)
+    assert is_joinable
+    assert "exhausted all inputs" in first[0]
+    assert "Detected at least one rank that exhausted inputs" in second[0]
+
+
+def test_torchs_generic_join_needs_torch_distributed() -> None:
+    ddp = DDP(weight())
+    with pytest.raises(UsageError, match=r"Use ddp\.join\(\)"):
+        Join([ddp])
+    ddp.close()
 
 
 def test_a_loader_takes_no_options() -> None:

@@ -82,16 +82,16 @@ def use(wrapper: str) -> None:
 
 
 def names_of(cases: type[unittest.TestCase]) -> list[str]:
-    """The tests that build a DistributedDataParallel, themselves or in a method they call."""
-    return [name for name in dir(cases) if name.startswith("test_") and _builds_one(cases, name)]
+    """The tests of DistributedDataParallel: it is in their name, their code, or a method that they call."""
+    return [name for name in dir(cases) if name.startswith("test_") and _is_about_it(cases, name)]
 
 
-def _builds_one(cases: type[unittest.TestCase], name: str) -> bool:
+def _is_about_it(cases: type[unittest.TestCase], name: str) -> bool:
     seen: set[str] = set()
     pending = [name]
     while pending:
         source = inspect.getsource(inspect.unwrap(getattr(cases, pending.pop())))
-        if re.search(r"DistributedDataParallel\(", source):
+        if re.search(r"DistributedDataParallel|DDP", source):
             return True
         called = {each for each in re.findall(r"self\.(_\w+)\(", source) if hasattr(cases, each)} - seen
         seen |= called

@@ -1,4 +1,7 @@
-"""torch's own tests of DistributedDataParallel, with `murmura.DDP` patched in for its class and nothing else."""
+"""torch's own tests of DistributedDataParallel, with `murmura.DDP` patched in for its class and nothing else.
+
+`pytest -m slow -s tests/torch_ddp` prints the tables.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,6 @@ def test_those_listed_pass_and_the_others_do_not(num_ranks: int, below: str) -> 
     found = outcomes("murmura", num_ranks, below, (*PASSING, *NOT_PASSING))
     print(table(found, f"murmura.DDP, {num_ranks} ranks, {below}"))
     passed = {name for name in found if found[name]["outcome"] == "passed"}
-    if num_ranks == 2:
-        assert passed == set(PASSING), found
-    else:  # written for two ranks or an even number of them
-        assert set(PASSING) - passed == {}
+    odd = {name for name in found if found[name]["reason"] == "Skipped due to odd world size."}
+    assert passed | odd == set(PASSING), found
+    assert bool(odd) == (num_ranks == 3)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from murmura.ddp.comm_hook import CommHook, Hook, check_hook, torch_group
+from murmura.ddp.torch_join import ModelJoinHook
 from murmura.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,12 +28,16 @@ class Reducer:
         self._driver.backward.forward_syncs = True
 
 
-class TorchSurface(nn.Module):
+class TorchSurface(nn.Module, Joinable):
     """The base of `DDP`: how the wrapper looks to code that was written for torch's class."""
 
     module: nn.Module
     _driver: RoundDriver
     _torch_group: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        Joinable.__init__(self)
 
     # The module
 
@@ -117,6 +124,23 @@ class TorchSurface(nn.Module):
             )
         check_hook(hook, driver.algorithm, driver.channel, self._torch_group)
         driver.reducer.use_hook(CommHook(state, hook, driver.channel))
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What torch's `Join([ddp, ...])` calls on a rank that is out of data; `ddp.join()` needs no such thing."""
+        by_all = kwargs.get("divide_by_initial_world_size", True)
+        return ModelJoinHook(self, self._driver.joining.uneven, divide_by_initial=by_all)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` counts the ranks that have data."""
+        return next(self.parameters()).device
+
+    @property
+    def join_process_group(self) -> Any:
+        """Where `Join` counts the ranks that have data."""
+        if self.process_group is None:
+            raise UsageError("Join([ddp]) counts ranks by torch.distributed, which is not initialised. Use ddp.join().")
+        return self.process_group
 
     # Copies
 

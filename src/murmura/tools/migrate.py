@@ -28,12 +28,11 @@ KEYWORD_NOTES = {
 CALL_NOTES = {
     "register_comm_hook": "torch's hooks run unchanged under gradient_allreduce where torch.distributed is "
     "initialised; algorithm= offers more, such as 'bytegrad'.",
-    "Join": "torch's Join knows torch's classes only: use `with model.join():`, or `for batch in model.join(loader):`.",
+    "Join": "it works for algorithms that average gradients; `for batch in model.join(loader):` works for all.",
     "init_process_group": "may stay: the group says who the ranks are. Without it DDP(model) reads a launcher's "
     "variables by itself.",
-    "_set_params_and_buffers_to_ignore_for_model": "name them in DDP(ignore=[...]) instead.",
-    "PeriodicModelAverager": "algorithm=LocalSGDAlgorithm(interval) does this by itself.",
-    "PostLocalSGDOptimizer": "algorithm=Phased(GradientAllReduceAlgorithm(), until_round=n, "
+    "PeriodicModelAverager": "it may stay; algorithm=LocalSGDAlgorithm(interval) does this by itself.",
+    "PostLocalSGDOptimizer": "it may stay; algorithm=Phased(GradientAllReduceAlgorithm(), until_round=n, "
     "then=LocalSGDAlgorithm(interval)) does this by itself.",
 }
 ATTRIBUTE_NOTES = {
