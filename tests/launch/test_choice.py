@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from murmura import ConfigError, DistributedConfig, InProcessTransport, RendezvousError, connect
+from murmura import ConfigError, DistributedConfig, InProcessTransport, PeerLost, RendezvousError, connect
 from murmura.transports import checks
 from murmura.transports.choice import Claim, choose
 from murmura.types import TransportKind
@@ -85,7 +85,8 @@ def meet(rank: int, told: str, address: str) -> str:
         world_size=3, rank=rank, coordinator_addr=address, job_id=f"disagree-{address}", timeout=20.0
     )
     began = time.monotonic()
-    with pytest.raises(ConfigError) as caught, connect(config, transport=told):
+    # On a busy machine a rank may hear it from another that has found it first.
+    with pytest.raises((ConfigError, PeerLost)) as caught, connect(config, transport=told):
         pass
     assert time.monotonic() - began < 5  # two seconds, on a machine that is not busy
     return str(caught.value)

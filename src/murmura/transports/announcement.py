@@ -14,7 +14,7 @@ import time
 from types import TracebackType
 from typing import Self
 
-from murmura.errors import ConfigError
+from murmura.errors import ConfigError, RendezvousError, TransportError
 from murmura.transports.choice import Claim, disagreement
 from murmura.transports.shared_memory.rendezvous import socket_address
 from murmura.transports.watched_store import nobody, poll
@@ -45,8 +45,15 @@ class Announcement:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for each in self._sockets:
-            each.close()
+        try:
+            if isinstance(error, RendezvousError | TransportError):  # perhaps of a rank that found it first, and left
+                self._looked = 0.0
+                found = self.watch()
+                if found is not None:
+                    raise found from error
+        finally:
+            for each in self._sockets:
+                each.close()
 
     def watch(self) -> ConfigError | None:
         """The error to raise if a rank has announced another choice; it looks every LOOK_SECONDS.
