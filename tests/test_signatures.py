@@ -49,7 +49,7 @@ SIGNATURES = {
     "TracedTransport": "transport",
     "FaultyTransport": "transport, fault, *, rank, operation",
     "ThrottledTransport": "transport, bandwidth='100mbit', latency=0.0",
-    "connect": "config=None",
+    "connect": "config=None, *, device=None, transport=None, timeout=None, check=None",
     "run_world": "fn, world_size, *args, kind='threads', transport=None, hosts=None, timeout=None",
     "GradientAggregator.aggregate": "self, gradients",
     "LocalAggregator": "",

@@ -1,4 +1,4 @@
-"""Copies the gradients of a round into buckets, and exchanges full buckets while backward goes on.
+"""Has the gradients of a round copied into their buckets, and exchanges full buckets while backward goes on.
 
 Gradient hooks only copy and enqueue. Buckets go to the communication thread in index order on every rank, whatever the
 order in which gradients come. `finish` fills what got no gradient, exchanges the round's tail, waits for everything,
@@ -237,7 +237,7 @@ class GradientReducer:
                 self._failure = error
                 raise
 
-        return self._transport.submit_job(what, run)
+        return self._transport.submit_job(what, run, "all_reduce")
 
     def _settle(self, tail: Tail, weighs: bool, number: int) -> None:
         """Give every parameter that any rank used its mean gradient; leave the others without."""

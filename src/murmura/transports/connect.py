@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from murmura.config import DistributedConfig, seconds, setting_from_env
+from murmura.config import DistributedConfig
+from murmura.environment import seconds, setting_from_env
 from murmura.errors import ConfigError
 from murmura.transports import devices
 from murmura.transports.announcement import Announcement

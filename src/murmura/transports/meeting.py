@@ -75,14 +75,14 @@ class Meeting:
         job = self._job() if roster is None else roster.store
         if choice.kind is TransportKind.HIERARCHICAL:
             return HierarchicalTransport.join(
-                job, self.rank, self.world_size, backend=self.between, check=self.check, timeout=self.timeout
+                job, self.rank, self.world_size, kind=self.between, check=self.check, timeout=self.timeout
             )
         with on_gpu(self.gpu if choice.kind is TransportKind.NCCL else None):
             return ProcessGroupTransport.join(
                 job,
                 self.rank,
                 self.world_size,
-                backend=choice.kind,
+                kind=choice.kind,
                 check=self.check,
                 timeout=self.timeout,
                 roster=roster,

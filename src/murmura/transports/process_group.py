@@ -24,13 +24,14 @@ from murmura.transports.base import Pairs, Transport
 from murmura.transports.challenge import prove_to_each_other
 from murmura.transports.checks import Check, check_timeout, describe_exchange, flatten
 from murmura.transports.checks import store as bring_back
+from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.failure_log import FailureLog, is_timeout
-from murmura.transports.failures import ExitNotice, Reporter, WaitDeadline
-from murmura.transports.host import Liveness
-from murmura.transports.rendezvous import Roster, Store, build_group, sign_in, under
+from murmura.transports.group_building import build_group
+from murmura.transports.liveness import Liveness
+from murmura.transports.rendezvous import Roster, Store, sign_in, under
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.signed_store import SignedStore
-from murmura.transports.stalls import StallNotes
+from murmura.transports.stalls import StallNotes, WaitDeadline
 from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp, parse
 
@@ -77,8 +78,8 @@ class ProcessGroupTransport(Transport):
         )
         self.check = parse(Check, check, "check")
         self._group = process_group
-        self._backend = str(process_group.name()).lower()
-        self._on_cuda = "nccl" in self._backend
+        self._kind = str(process_group.name()).lower()
+        self._on_cuda = "nccl" in self._kind
         # Gloo works in host memory, NCCL on this process's GPU; tensors elsewhere are brought there and back.
         self.device: torch.device = (
             torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
@@ -106,7 +107,7 @@ class ProcessGroupTransport(Transport):
         rank: int,
         world_size: int,
         *,
-        backend: str = "gloo",
+        kind: str = "gloo",
         check: str = "best_effort",
         timeout: float = 600.0,
         hosts: Sequence[int] | None = None,
@@ -133,7 +134,7 @@ class ProcessGroupTransport(Transport):
                 raise
             missing = [world_ranks.index(each) for each in error.missing]  # they had come to the world: late
             raise reporter.timed_out(missing, "the rendezvous", began.waited) from error
-        group, group_store = build_group(roster, world_size, backend, timeout, reporter, watch)
+        group, group_store = build_group(roster, world_size, kind, timeout, reporter, watch)
         transport = cls(group, check=check, timeout=timeout, roster=roster, name=name)
         if notes is not None and transport._failure_log is not None:
             transport._failure_log.notes = notes
@@ -182,7 +183,7 @@ class ProcessGroupTransport(Transport):
                     under(self._store, label),
                     members.index(self.rank),
                     len(members),
-                    backend=self._backend,
+                    kind=self._kind,
                     check=self.check,
                     **self.split_options(name, members),
                     watch=lambda: failure_log.cause(f"split({name!r})", among=members),
@@ -268,8 +269,8 @@ class ProcessGroupTransport(Transport):
             self._break_off()
             raise
 
-    def submit_job(self, what: str, work: Callable[[], Any]) -> Ticket:
-        return self._watched(what, super().submit_job(what, work))
+    def submit_job(self, what: str, work: Callable[[], Any], operation: str = "exchange") -> Ticket:
+        return self._watched(what, super().submit_job(what, work, operation))
 
     def _watched(self, what: str, ticket: Ticket) -> Ticket:
         """Let the thread that waits for `ticket` warn if that takes long: the one that waits inside torch cannot."""
@@ -335,7 +336,7 @@ class ProcessGroupTransport(Transport):
                 _wait(work, deadline)
 
     def _start_coalesced(self, sends: Pairs, recvs: Pairs) -> Any:
-        # A group of torch.distributed asks for the device; a bare backend, as `join` builds it, has one.
+        # A group of torch.distributed asks for the device; a bare group, as `join` builds it, has one.
         device = [self.device] if isinstance(self._group, dist.ProcessGroup) else []
         self._group._start_coalescing(*device)
         for out, src in recvs:

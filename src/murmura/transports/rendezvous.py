@@ -18,11 +18,12 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from murmura.errors import MurmuraError, RendezvousError, UsageError
-from murmura.transports.failures import ExitNotice, Reporter
-from murmura.transports.host import Liveness, host_identity, number_hosts, pid_namespace
+from murmura.errors import MurmuraError, RendezvousError
+from murmura.transports.error_reporter import ExitNotice, Reporter
+from murmura.transports.host import host_identity, number_hosts, pid_namespace
+from murmura.transports.liveness import Liveness
 from murmura.transports.signed_store import ADVICE, SignedStore
-from murmura.transports.watched_store import Watch, WatchedStore, nobody, poll, run_watched
+from murmura.transports.watched_store import Watch, nobody, poll, run_watched
 
 Store: TypeAlias = Any  # torch.distributed.Store, whose type torch does not export
 
@@ -31,7 +32,6 @@ PAUSE_SECONDS = 0.05  # between two tries to reach a store that is not there yet
 GREET_SECONDS = 5.0  # for a store to answer, once its port does
 GRACE_SECONDS = 2.0  # for a rank to write again what a stranger has overwritten
 LOOK_SECONDS = 0.25  # between two looks whether one has
-DEATH_SECONDS = 1.0  # for the death of a peer to show, after a connection to it broke
 
 
 # The store
@@ -204,8 +204,7 @@ class _Rendezvous:
         self, store: Store, rank: int, world_size: int, timeout: float, reporter: Reporter, watch: Watch, card: str
     ) -> None:
         self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
-        self._reporter = reporter
-        self._watch = watch
+        self._reporter, self._watch = reporter, watch
         self._own = _Entry("", secrets.token_hex(8), host_identity(), pid_namespace(), os.getpid(), card)
         self._unreadable: dict[str, float] = {}  # since when, by key
         self._looked = 0.0
@@ -309,7 +308,7 @@ class _Rendezvous:
         if since is not None and time.monotonic() - since > min(GRACE_SECONDS, self._timeout / 2):
             own, other = self._reporter.own, self._reporter.world_rank(peer)
             raise RendezvousError(
-                f"rank {own} cannot read what stands for rank {other} in the store. Was one of them started with a "
+                f"rank {own} cannot read the entry of rank {other} in the store. Was one of them started with a "
                 f"secret, and the other with none or another? {ADVICE}",
                 (other,),
             )
@@ -341,7 +340,8 @@ class _Rendezvous:
 
     def _look_for_deaths(self) -> Exception | None:
         dead = self.liveness.dead()
-        return self._reporter.lost(dead[0], "the rendezvous") if dead else self._watch()
+        error = self._watch()  # after that: a rank which failed because of another has said so before it ended
+        return error or (self._reporter.lost(dead[0], "the rendezvous") if dead else None)
 
     def _missing(self, peers: list[int]) -> RendezvousError:
         missing = self._reporter.names(peers)
@@ -350,64 +350,3 @@ class _Rendezvous:
             "not come. Were they started, with the same coordinator address and world size?",
             tuple(missing),
         )
-
-
-# Connecting
-
-
-def build_group(
-    roster: Roster, world_size: int, backend: str, timeout: float, reporter: Reporter, watch: Watch = nobody
-) -> tuple[Any, Store]:
-    """A process group of one's own, and the store it needs as long; returns when all ranks have connected.
-
-    A rank that went ahead, did its part and closed would otherwise break the connections that others still make.
-    """
-    rank, store = roster.rank, roster.store
-    liveness = Liveness(roster.pids)
-
-    def look() -> Exception | None:
-        dead = liveness.dead()
-        return reporter.lost(dead[0], "the rendezvous") if dead else watch()
-
-    watched = WatchedStore(under(store, "group"), timeout, look)
-    with contextlib.closing(liveness), contextlib.ExitStack() as failed:
-        failed.callback(watched.release)
-        try:
-            make = functools.partial(_make_group, watched, rank, world_size, backend, timeout, len(set(roster.hosts)))
-            group = run_watched(make, timeout + 1.0, look)
-            watched.set(f"connected/{rank}", b"")
-            if rank == 0:  # one asks for all, the others ask for one
-                watched.wait([f"connected/{peer}" for peer in range(world_size)])
-                watched.set("connected", b"")
-            watched.wait(["connected"])
-        except MurmuraError:
-            raise
-        except (RuntimeError, TimeoutError) as error:
-            poll(lambda: False, DEATH_SECONDS, look)  # raises what explains it, if that shows by then
-            raise RendezvousError(
-                f"rank {reporter.own} could not connect to all others over {backend}: {error} Did one of them fail "
-                "meanwhile? `murmura doctor` looks at the network."
-            ) from error
-        failed.pop_all()
-        watched.watch = watch  # what is waited for later is the transport's business
-    return group, watched
-
-
-def _make_group(store: Store, rank: int, world_size: int, backend: str, timeout: float, num_hosts: int) -> Any:
-    limit = timedelta(seconds=timeout)
-    if backend == "gloo":
-        if num_hosts > 1:
-            return dist.ProcessGroupGloo(store, rank, world_size, limit)
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = limit
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        return gloo(store, rank, world_size, options)
-    if backend == "nccl":
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, world_size, nccl)
-    raise UsageError(
-        f"murmura builds gloo and nccl groups, not {backend!r}. Build it yourself and hand it over: "
-        "ProcessGroupTransport(group, store=store)."
-    )

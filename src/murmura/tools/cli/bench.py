@@ -8,17 +8,16 @@ from typing import Annotated
 import typer
 
 from murmura import ConfigError
-from murmura.algorithms import algorithm_names
 from murmura.tools.bench.all_reduce import AllReduceSpec, run_all_reduce
 from murmura.tools.bench.all_reduce_contestants import Peer
 from murmura.tools.bench.compressors import CompressorsSpec, run_compressors
-from murmura.tools.bench.ddp import DDPPeer, DDPSpec, run_ddp
+from murmura.tools.bench.ddp import DDPSpec, run_ddp
 from murmura.tools.bench.ddp_report import report_of
 from murmura.tools.bench.models import MODELS
-from murmura.tools.bench.network import NetworkPeer, NetworkSpec, run_network
+from murmura.tools.bench.network import NetworkSpec, run_network
 from murmura.tools.bench.sizes import format_size, parse_size
 from murmura.tools.cli.bench_tables import all_reduce_table, compressors_table, ddp_tables, network_table
-from murmura.tools.cli.completion import among
+from murmura.tools.cli.completion import Algorithms, among
 from murmura.tools.cli.failures import exit_on_error
 from murmura.tools.cli.output import JSON_HELP, check_writable, print_result, showing_progress, write
 from murmura.tools.experiments import TASKS, convergence, parse_algorithms
@@ -27,21 +26,21 @@ from murmura.transports.decorators.throttled import parse_rate
 from murmura.types import parse
 
 MAX_RANKS = 64
+TORCH_DDP = "torch-ddp"
 DEFAULTS = NetworkSpec()
 
 app = typer.Typer(
     help="Measure murmura and its alternatives on this machine.", no_args_is_help=True, rich_markup_mode="markdown"
 )
 Json = Annotated[Path | None, typer.Option(help=JSON_HELP, metavar="FILE")]
-RankCounts = Annotated[str, typer.Option("-n", "--ranks", help="Numbers of ranks: a list.", metavar="LIST")]
-Algorithms = Annotated[
+Against = Annotated[
     str,
     typer.Option(
-        help=f"A list of {', '.join(algorithm_names())}; or all. `murmura algorithms` describes each.",
-        metavar="LIST",
-        autocompletion=among(["all", *algorithm_names()]),
+        help="Alternatives to measure: torch-ddp, which is torch's DDP on Gloo (and in `network` its hooks, too).",
+        metavar="PEERS",
     ),
 ]
+RankCounts = Annotated[str, typer.Option("-n", "--ranks", help="Numbers of ranks: a list.", metavar="LIST")]
 
 
 @app.callback()
@@ -104,10 +103,7 @@ def all_reduce(
 def ddp(
     ranks: RankCounts = "2,4",
     models: Annotated[str, typer.Option(help="Models to train: a list.", metavar="LIST")] = ",".join(MODELS),
-    against: Annotated[
-        str,
-        typer.Option(help="Alternatives to measure: torch-ddp, which is torch's DDP on Gloo.", metavar="PEERS"),
-    ] = "torch-ddp",
+    against: Against = TORCH_DDP,
     seconds: Annotated[
         float,
         typer.Option(help="Seconds to measure each model with each number of ranks, all contestants together."),
@@ -122,13 +118,13 @@ def ddp(
     so slow that communication takes about as long as backward, and the memory that a rank uses, in processes of their
     own.
 
-    For example: `murmura bench ddp --ranks 2,4 --models charlm --seconds 20 --json result.json`
+    For example: `murmura bench ddp --ranks 2,4 --models charlm --against torch-ddp --json result.json`
     """
     with exit_on_error():
+        parse_list(against, one_of([TORCH_DDP], "--against"))
         spec = DDPSpec(
             ranks=parse_list(ranks, parse_num_ranks),
             models={name: MODELS[name] for name in parse_list(models, one_of(MODELS, "--models"))},
-            peers=parse_list(against, lambda entry: parse(DDPPeer, entry, "--against")),
             seconds=seconds,
         )
         check_writable(json)
@@ -166,17 +162,13 @@ def compressors(
 def network(
     hosts: Annotated[int, typer.Option(help="Number of simulated hosts, with one rank each.", metavar="N")] = 4,
     bandwidth: Annotated[
-        str, typer.Option(help="Bandwidths of each host's link, in both directions: a list.", metavar="LIST")
-    ] = ",".join(DEFAULTS.rates),
-    algorithms: Algorithms = "all",
-    against: Annotated[
         str,
         typer.Option(
-            help="Alternatives to measure: torch-ddp, which is torch's DDP on Gloo, by default and with its hooks "
-            "for fp16 and PowerSGD.",
-            metavar="PEERS",
+            "--bandwidth", "--rate", help="Bandwidths of each host's link, in both directions: a list.", metavar="LIST"
         ),
-    ] = "torch-ddp",
+    ] = ",".join(DEFAULTS.rates),
+    algorithms: Algorithms = "all",
+    against: Against = TORCH_DDP,
     seconds: Annotated[
         float, typer.Option(help="Seconds to measure each rate, all contestants together; at least 3 rounds.")
     ] = DEFAULTS.seconds,
@@ -192,11 +184,11 @@ def network(
     For example: `murmura bench network --hosts 4 --bandwidth 100mbit,1gbit --against torch-ddp --json result.json`
     """
     with exit_on_error():
+        parse_list(against, one_of([TORCH_DDP], "--against"))
         spec = NetworkSpec(
             hosts=hosts,
             rates=parse_list(bandwidth, parse_bandwidth),
             algorithms=parse_algorithms(algorithms),
-            peers=parse_list(against, lambda entry: parse(NetworkPeer, entry, "--against")),
             seconds=seconds,
         )
         check_writable(json)
