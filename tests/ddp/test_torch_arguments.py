@@ -218,7 +218,6 @@ class Sharded(nn.Module):
         ({"device_mesh": Mesh(1), "process_group": object()}, UsageError, "Leave one of them out"),
         ({"no_such_thing": 1}, TypeError, "unexpected keyword argument 'no_such_thing'"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_kept_is_refused(options: dict[str, Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
