@@ -173,27 +173,10 @@ class GradientReducer:
         self.reset()
 
     def _copy_in(self, bucket: Bucket, slot: int) -> None:
-        parameter, view = bucket.parameters[slot], bucket.views[slot]
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.layout is not torch.strided:
-            raise UsageError(
-                f"the gradient of {bucket.names[slot]!r} is sparse, which DDP does not exchange. "
-                "Build the embedding with sparse=False, or name the parameter in DDP(ignore=...)."
-            )
-        if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
-            if (gradient.dtype, gradient.device, gradient.shape) != (view.dtype, view.device, view.shape):
-                raise UsageError(
-                    f"the gradient of {bucket.names[slot]!r} no longer fits its bucket: the parameter was cast, moved "
-                    "or resized after wrapping. Do that before, or wrap the model again: DDP(ddp.into_inner(), ...)."
-                )
-            view.copy_(gradient.detach())
-            if gradient.requires_grad:
-                if not self._has_graphs:
-                    log.warning("backward(create_graph=True): gradients are averaged, but not through their graphs")
-                self._has_graphs = True
-            elif self._as_views:
-                parameter.grad = view
+        has_graph = bucket.copy_gradient_in(slot, as_view=self._as_views)
+        if has_graph and not self._has_graphs:
+            log.warning("backward(create_graph=True): gradients are averaged, but not through their graphs")
+        self._has_graphs |= has_graph
 
     def _copy_out(self) -> None:
         """Copy the means from the buckets into gradients of their own memory."""
