@@ -13,7 +13,7 @@ from murmura import CollectiveMismatch, Transport, UsageError
 from oracles import reduce as oracle
 from worlds import World, those
 
-LONG = 300_007
+LONG = 100_003
 DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.complex64)
 CASES = [
     *((length, dtype, op) for length in (0, 1, 3, 1001) for dtype in REDUCIBLE for op in OPS if is_legal(op, dtype)),
@@ -44,7 +44,7 @@ def reduce_all(transport: Transport, whole: bool) -> dict[Any, tuple[str, str, s
     return results
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 3)), 5])
 def test_sums_of_whole_numbers(world: World, size: int) -> None:
     check_reductions(world, size, whole=True)
 

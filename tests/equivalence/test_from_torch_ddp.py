@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+
+from forked import run_forked, torchrun
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "from_torch_ddp.py"
 CHANGED = re.compile(r"^( *)(?:\S.*)  # torch: (.*)$", re.MULTILINE)
@@ -34,9 +34,8 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def train(scripts: dict[str, Path]) -> Train:
     def run(wrapper: str, num_epochs: int, folder: Path) -> list[list[float]]:
         """The numbers printed for each epoch, by two processes; a checkpoint in `folder` is taken up."""
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command = [*torchrun, str(scripts[wrapper]), f"--epochs={num_epochs}", f"--folder={folder}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+        words = ["--standalone", "--nproc-per-node=2", str(scripts[wrapper])]
+        done = run_forked(torchrun, [*words, f"--epochs={num_epochs}", f"--folder={folder}"])
         assert done.returncode == 0, done.stderr
         return [[float(number) for number in re.findall(r"\d+\.?\d*", line)] for line in done.stdout.splitlines()]
 

@@ -153,8 +153,14 @@ def sent_per_step(transport: Transport, name: str, steps: int) -> float:
     return (sum(each.sent_bytes for each in traced.operations) - before) / steps
 
 
-@pytest.mark.parametrize("name", algorithm_names())
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=[pytest.mark.slow] * (number % 2 == place))  # every name, and either size
+        for number, name in enumerate(algorithm_names())
+        for place, size in enumerate((2, 4))
+    ],
+)
 def test_every_algorithm_sends_what_its_formula_says(name: str, size: int) -> None:
     sent = run_world(sent_per_step, size, name, 20, timeout=SECONDS)
     assert sum(sent) / size == pytest.approx(algorithm_named(name).bytes_per_round(256 * 255, size), rel=0.01)
