@@ -48,11 +48,6 @@ def pytest_configure() -> None:
     os.environ[TOKEN] = f"{os.getpid()}-{time.monotonic_ns()}"
 
 
-def pytest_collection_finish() -> None:
-    """Take torch, the library and the collected tests, which stay, out of every later search for garbage."""
-    gc.freeze()
-
-
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> None:
     """Start the server that ranks are forked from with pytest imported: a rank then starts in milliseconds.
