@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from forked import murmura, run_forked
+
 COMMAND = [sys.executable, "-m", "murmura", "run"]
 
 TELL = """
 import json, os, sys
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MURMURA_JOB_ID",
-         "TORCHELASTIC_RESTART_COUNT", "OMP_NUM_THREADS", "MURMURA_ALGORITHM", "MURMURA_TRANSPORT", "MURMURA_SECRET")
+         "TORCHELASTIC_RESTART_COUNT", "OMP_NUM_THREADS", "MURMURA_ALGORITHM", "MURMURA_TRANSPORT", "MURMURA_SECRET",
+         "MURMURA_DEVICE")
 print(json.dumps({**{name: os.environ.get(name) for name in names}, "args": sys.argv[1:]}))
 print("to stderr", file=sys.stderr)
 """
@@ -91,5 +94,4 @@ def write(folder: Path, text: str) -> str:
 
 
 def murmura_run(*words: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    line = ["env", *(f"{name}={value}" for name, value in variables.items()), *COMMAND, *words]
-    return subprocess.run(line, capture_output=True, text=True, timeout=50, cwd=cwd)
+    return run_forked(murmura, ["run", *words], cwd=cwd, variables=variables)

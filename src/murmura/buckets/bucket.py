@@ -34,8 +34,11 @@ class Bucket:
         """`flat`, a tensor as long as the bucket's own, cut by parameter, with the parameters' shapes and strides."""
         return [_view_like(*each) for each in zip(torch.split(flat, self.numels), self.parameters, strict=True)]
 
-    def copy_gradient_in(self, slot: int) -> None:
-        """Copy the gradient of `parameters[slot]` into the bucket, and make `.grad` a view of it there."""
+    def copy_gradient_in(self, slot: int, *, as_view: bool = True) -> bool:
+        """Copy the gradient of `parameters[slot]` into the bucket, and make `.grad` a view of it there if `as_view`.
+
+        A gradient with a graph of its own, which is what True is returned for, stays where it is.
+        """
         parameter, view = self.parameters[slot], self.views[slot]
         gradient = parameter.grad
         assert gradient is not None
@@ -50,13 +53,10 @@ class Bucket:
                     f"the gradient of {self.names[slot]!r} no longer fits its bucket: the parameter was cast, moved "
                     "or resized after wrapping. Do that before, or wrap the model again: DDP(ddp.into_inner(), ...)."
                 )
-            if gradient.requires_grad:
-                raise UsageError(
-                    f"the gradient of {self.names[slot]!r} has a graph of its own, which no exchange can keep. "
-                    "Instead of backward(create_graph=True) use torch.autograd.grad, and then a plain backward."
-                )
-            view.copy_(gradient)
-            parameter.grad = view
+            view.copy_(gradient.detach())
+            if as_view and not gradient.requires_grad:
+                parameter.grad = view
+        return gradient.requires_grad
 
     def __repr__(self) -> str:
         return (

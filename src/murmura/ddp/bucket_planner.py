@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from murmura.buckets import Bucket, ParameterSpec, bucket_limit, plan_buckets
+from murmura.buckets.flat import Allocate
 from murmura.ddp.replica import ModelReplica
 from murmura.errors import ConfigError
 
@@ -19,9 +20,10 @@ class BucketPlanner:
     That is the reverse of their definition until the first round has shown another.
     """
 
-    def __init__(self, replica: ModelReplica, bucket_bytes: int) -> None:
+    def __init__(self, replica: ModelReplica, bucket_bytes: Sequence[int]) -> None:
         self._replica = replica
         self._bucket_bytes = bucket_bytes
+        self.allocate: Allocate = replica.transport.allocate  # the memory of the buckets
         self._order = list(reversed(replica.trainable()))
         self._is_observed = False
         self._cut: list[tuple[int, ...]] | None = None  # the order cut into buckets, once asked for
@@ -39,7 +41,7 @@ class BucketPlanner:
                 index,
                 [replica.names[each] for each in members],
                 [replica.parameters[each] for each in members],
-                replica.transport.allocate,
+                self.allocate,
             )
             for index, members in enumerate(self._plan())
         ]
@@ -52,8 +54,10 @@ class BucketPlanner:
                 ParameterSpec(name, p.numel(), p.dtype, p.device)
                 for name, p in zip(replica.names, replica.parameters, strict=True)
             ]
-            limit = bucket_limit([specs[each] for each in self._order], self._bucket_bytes)
-            self._cut = plan_buckets(specs, self._order, limit)
+            limits: int | Sequence[int] = self._bucket_bytes
+            if len(self._bucket_bytes) == 1:
+                limits = bucket_limit([specs[each] for each in self._order], self._bucket_bytes[0])
+            self._cut = plan_buckets(specs, self._order, limits)
         return self._cut
 
     def add(self, indices: Sequence[int]) -> bool:

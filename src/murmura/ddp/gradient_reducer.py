@@ -9,6 +9,7 @@ used their gradient.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,19 +18,26 @@ from torch import Tensor, nn
 
 from murmura.algorithms import AlgorithmImpl
 from murmura.buckets import Bucket
+from murmura.buckets.flat import plain_memory
 from murmura.ddp.bucket_planner import BucketPlanner
+from murmura.ddp.comm_hook import CommHook
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.tail import Tail
 from murmura.errors import MurmuraError, UsageError
 from murmura.observe.observer import Observer, exchanging
 from murmura.transports.serial_executor import Ticket
 
+log = logging.getLogger("murmura")
+
 
 class GradientReducer:
     """The gradients of one model on one rank; `exchange` is what the algorithm does with a full bucket."""
 
-    def __init__(self, replica: ModelReplica, planner: BucketPlanner) -> None:
+    def __init__(self, replica: ModelReplica, planner: BucketPlanner, *, as_views: bool) -> None:
         self.exchange: Callable[[Bucket], None]
+        self.hook: CommHook | None = None  # takes the place of `exchange`
+        self._as_views = as_views  # gradients are views of the buckets, and not copied out of them
+        self._has_graphs = False  # some came with a graph of their own, and so in their own memory
         self._replica = replica
         self._planner = planner
         self.observer: Observer | None = None
@@ -67,11 +75,12 @@ class GradientReducer:
         }
         self._on_cpu = all(bucket.flat.is_cpu for bucket in self.buckets)
         self._tail = Tail(self.buckets, self._transport) if self.buckets else None
-        for bucket in self.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if parameter.grad is not None:
-                    view.copy_(parameter.grad)
-                    parameter.grad = view
+        if self._as_views:
+            for bucket in self.buckets:
+                for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                    if parameter.grad is not None and not parameter.grad.requires_grad:
+                        view.copy_(parameter.grad)
+                        parameter.grad = view
         self.reset()
 
     def reset(self) -> None:
@@ -82,6 +91,22 @@ class GradientReducer:
         self._failure: BaseException | None = None  # of the first exchange of the round that failed
         self._before = None
         self.observed = []
+
+    def use_hook(self, hook: CommHook) -> None:
+        """Let `hook` exchange the buckets from the next round on."""
+        self.hook = hook
+        self._planner.allocate = plain_memory  # no transport touches it, and some of torch's hooks resize it
+        if self._replica.buckets:
+            self._replica.buckets = self._planner.buckets()
+            self.use(self._replica.buckets)
+
+    def refuse_switch(self) -> None:
+        """Refuse another algorithm beside a hook, which would go on to exchange the gradients."""
+        if self.hook is not None:
+            raise UsageError(
+                "set_algorithm() was called, but a communication hook exchanges the gradients. Wrap the model again "
+                "for another algorithm: DDP(ddp.into_inner(), ...)."
+            )
 
     @property
     def has_sent(self) -> bool:
@@ -98,7 +123,7 @@ class GradientReducer:
             for bucket, before in zip(self.buckets, self._before, strict=True):
                 for parameter, view in zip(bucket.parameters, bucket.views_of(before), strict=True):
                     if parameter.grad is not None:
-                        view.copy_(parameter.grad)
+                        view.copy_(parameter.grad.detach())
 
     def add(self, parameter: nn.Parameter, number: int, *, send: bool = True) -> None:
         """A gradient of round `number` is complete: copy it into its bucket, and `send` the buckets that are full."""
@@ -111,7 +136,7 @@ class GradientReducer:
                 "exchanged. Does a checkpointed block run twice? Use checkpoint(..., use_reentrant=False); or "
                 "accumulate inside ddp.no_sync() and call ddp.sync_gradients() after the last backward."
             )
-        bucket.copy_gradient_in(slot)
+        self._copy_in(bucket, slot)
         if not self._ready[bucket.index][slot]:
             self._ready[bucket.index][slot] = True
             self._num_missing[bucket.index] -= 1
@@ -134,7 +159,7 @@ class GradientReducer:
                     continue
                 # A gradient from before counts even if the last micro-batch did not use the parameter, or it is frozen.
                 if parameter.grad is not None:
-                    bucket.copy_gradient_in(slot)
+                    self._copy_in(bucket, slot)
                     self._ready[bucket.index][slot] = True
                 else:
                     bucket.views[slot].zero_()
@@ -148,14 +173,38 @@ class GradientReducer:
             ticket.wait()
         if tail.must_be_read(weighs):
             self._settle(tail, averages and weighs, number)
+        if not self._as_views or self._has_graphs:
+            self._copy_out()
         self.reset()
+
+    def _copy_in(self, bucket: Bucket, slot: int) -> None:
+        has_graph = bucket.copy_gradient_in(slot, as_view=self._as_views)
+        if has_graph and not self._has_graphs:
+            log.warning("backward(create_graph=True): gradients are averaged, but not through their graphs")
+        self._has_graphs |= has_graph
+
+    def _copy_out(self) -> None:
+        """Copy the means from the buckets into gradients of their own memory."""
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if parameter.grad is not view and parameter.grad is not None:
+                    with torch.no_grad():
+                        parameter.grad.copy_(view)
+                elif parameter.grad is view and not self._as_views:  # only other ranks used it
+                    parameter.grad = view.clone()
 
     def _send(self, bucket: Bucket, number: int) -> None:
         what = f"bucket {bucket.index} (first parameter {bucket.names[0]!r}) of round {number}"
 
+        is_last = bucket.index == len(self.buckets) - 1
+        finish = self.hook.start(bucket, is_last=is_last) if self.hook is not None else None
+
         def exchange() -> None:
             with exchanging(self.observer, "bucket", bucket.index):
-                self.exchange(bucket)
+                if finish is None:
+                    self.exchange(bucket)
+                else:
+                    finish()
 
         self._tickets.append(self._submit(what, exchange, bucket.flat))
 
@@ -176,7 +225,9 @@ class GradientReducer:
                 self._failure = error
                 raise
 
-        return (self._transport.submit_job if self._in_background else self._transport.run_job)(what, run)
+        if self._in_background:
+            return self._transport.submit_job(what, run, "all_reduce")
+        return self._transport.run_job(what, run)
 
     @property
     def _in_background(self) -> bool:

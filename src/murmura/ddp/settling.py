@@ -29,6 +29,7 @@ class Settling:
         self._thread = threading.get_ident()  # the user's, which trains
         self._is_settling = False
         self.buffers_pending = False
+        self.buffer_source = 0  # the rank whose buffers the others take over
 
     def seen(self) -> None:
         """The caller's thread is the one that trains."""
@@ -58,10 +59,10 @@ class Settling:
             settling.join(CLOSE_SECONDS)
 
     def broadcast_pending_buffers(self) -> None:
-        """Take over rank 0's buffers, if that is pending."""
+        """Take over the buffers of rank 0, or in a join of one that has data, if that is pending."""
         if self.buffers_pending:
             self.buffers_pending = False
-            self._replica.broadcast(self._replica.buffers, 0)
+            self._replica.broadcast(self._replica.buffers, self.buffer_source)
 
     def _try_to_settle(self) -> None:
         with contextlib.suppress(MurmuraError):  # another exception is being handled already

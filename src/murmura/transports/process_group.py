@@ -120,18 +120,20 @@ class ProcessGroupTransport(Transport):
         world_ranks: Sequence[int] | None = None,
         watch: Watch = nobody,
         notes: StallNotes | None = None,
+        roster: Roster | None = None,
     ) -> Self:
         """Build a process group of one's own on `store`; every rank calls it with the same store.
 
         With a `SignedStore` it returns when all ranks have proved to each other that they know its secret.
         `hosts` pretends that ranks are on several hosts. `world_ranks` are the ranks in the world that this is a part
         of, if it is one, `watch` tells of those that cannot come any more, and `notes` are the world's stall notes.
+        `roster` is given if the ranks have already signed in.
         """
         check_timeout(timeout, ConfigError)
         reporter = Reporter(rank, range(world_size) if world_ranks is None else world_ranks)
         began = Deadline(timeout)
         try:
-            roster = sign_in(store, rank, world_size, timeout, reporter, watch)
+            roster = roster or sign_in(store, rank, world_size, timeout, reporter, watch)
         except RendezvousError as error:
             if world_ranks is None or not error.missing:
                 raise
@@ -181,16 +183,17 @@ class ProcessGroupTransport(Transport):
             )
         label = f"split/{name}/{'-'.join(map(str, members))}/{self.split_ordinal(name, members)}"
         try:
-            split = ProcessGroupTransport.join(
-                under(self._store, label),
-                members.index(self.rank),
-                len(members),
-                kind=self._kind,
-                check=self.check,
-                **self.split_options(name, members),
-                watch=lambda: failure_log.cause(f"split({name!r})", among=members),
-                notes=failure_log.notes,
-            )
+            with torch.cuda.device(self.device) if self._on_cuda else contextlib.nullcontext():
+                split = ProcessGroupTransport.join(
+                    under(self._store, label),
+                    members.index(self.rank),
+                    len(members),
+                    kind=self._kind,
+                    check=self.check,
+                    **self.split_options(name, members),
+                    watch=lambda: failure_log.cause(f"split({name!r})", among=members),
+                    notes=failure_log.notes,
+                )
         except (UsageError, ConfigError):
             raise
         except BaseException as error:  # the members that wait for this rank there hear of it here
@@ -276,8 +279,8 @@ class ProcessGroupTransport(Transport):
             self._break_off()
             raise
 
-    def submit_job(self, what: str, work: Callable[[], Any]) -> Ticket:
-        return self._watched(what, super().submit_job(what, work))
+    def submit_job(self, what: str, work: Callable[[], Any], operation: str = "exchange") -> Ticket:
+        return self._watched(what, super().submit_job(what, work, operation))
 
     def _watched(self, what: str, ticket: Ticket) -> Ticket:
         """Let the thread that waits for `ticket` warn if that takes long: the one that waits inside torch cannot."""
