@@ -355,17 +355,17 @@ def profile() -> list[tuple[str, Any]]:
             dist.send(torch.ones(7), 1)
         else:
             dist.recv(torch.ones(7), 0)
-    return [(event.name, event.input_shapes) for event in profiler.events() if event.name.startswith("murmura:")]
+    return [(event.name, event.input_shapes) for event in profiler.events() if event.name.startswith("c10d::")]
 
 
 def test_operations_are_events_of_the_profiler() -> None:
     for rank, events in enumerate(run(profile, 2)):
         assert sorted(events) == sorted(
             [
-                ("murmura:all_reduce", [[3, 4]]),
-                ("murmura:all_reduce", [[5]]),
-                ("murmura:broadcast", [[2]]),
-                (f"murmura:{('send', 'recv')[rank]}", [[7]]),
+                ("c10d::allreduce_", [[3, 4]]),
+                ("c10d::allreduce_", [[5]]),
+                ("c10d::broadcast_", [[2]]),
+                (f"c10d::{('send', 'recv_')[rank]}", [[7]]),
             ]
         )
 

@@ -40,7 +40,7 @@ def stand_in_for_gloo() -> None:
     class StandIn(MurmuraProcessGroup):
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
             channel = open_channel(store, rank, size, timeout.total_seconds(), [])
-            super().__init__(channel, store, timeout, event_prefix="gloo")
+            super().__init__(channel, store, timeout)
 
     c10d.ProcessGroupGloo = StandIn  # type: ignore[misc]
 

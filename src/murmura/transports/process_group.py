@@ -387,10 +387,8 @@ class ProcessGroupTransport(Transport):
                 rank=self.reporter.own,
                 operation=operation,
             )
-        awaited = self._awaited
-        return self._failure_log.explain(
-            self._call, operation, waited, awaited=awaited, timed_out=timed_out, told=error
-        )
+        found = self._failure_log
+        return found.explain(self._call, operation, waited, awaited=self._awaited, timed_out=timed_out, told=error)
 
 
 def _wait(work: Any, deadline: Deadline) -> None:

@@ -42,13 +42,10 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
     supports_coalescing = False
     supports_time_estimate = False
 
-    def __init__(
-        self, channel: Channel, store: Any, timeout: timedelta, *, others: Any = None, event_prefix: str = "murmura"
-    ) -> None:
+    def __init__(self, channel: Channel, store: Any, timeout: timedelta, others: Any = None) -> None:
         super().__init__(channel.transport.rank, channel.transport.world_size)
         self._channel, self._transport, self._messages = channel, channel.transport, channel.messages
         self._store = store
-        self._event_prefix = event_prefix  # of the names of events in torch.profiler
         self._others = others  # a group of torch's for the tensors of other devices, or None
         self._name, self._desc = "", ""
         self._queue = OperationQueue(f"c10d-{channel.transport.name}")

@@ -336,7 +336,7 @@ class MurmuraProcessGroup(GroupIdentity):
 
     def _event(self, name: str, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
         """Begin an event in torch.profiler; None if none runs."""
-        return profiling.begin(f"{self._event_prefix}:{name}", tensors) if profiling.is_on() else None
+        return profiling.begin(name, tensors) if profiling.is_on() else None
 
 
 def _listed(tensors: Any) -> list[Tensor]:
