@@ -263,7 +263,7 @@ def test_step_times_against_the_formulas_are_noticed() -> None:
         (("--bandwidth", "fast"), "bandwidth='fast': write bits per second"),
         (("--bandwidth", ""), "bandwidth='': write bits per second"),
         (("--json", "nowhere/result.json"), "--json nowhere/result.json: there is no folder nowhere."),
-        (("--out", "file/comparison"), "nothing can be written to file/comparison: Not a directory."),
+        (("--out", "file/comparison"), "runs cannot be written to --out file/comparison: Not a directory"),
         (("--out", "full"), "--out full is not empty. Name a new folder."),
     ],
 )
