@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from murmura.ddp.uneven_inputs import UnevenInputs
+from murmura.ddp.join_context import UnevenInputs
 
 
 class ModelJoinHook(JoinHook):

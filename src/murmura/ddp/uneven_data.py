@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from murmura.ddp.hooks import with_gradient
-from murmura.ddp.uneven_inputs import Shadowed, UnevenInputs
+from murmura.ddp.join_context import Shadowed, UnevenInputs
 from murmura.errors import UsageError
 from murmura.transports.base import Transport
 
