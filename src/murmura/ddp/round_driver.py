@@ -19,14 +19,14 @@ from murmura.ddp import hooks, optimizer_hooks, replica_checks
 from murmura.ddp.backward_tracker import BackwardTracker
 from murmura.ddp.bucket_planner import BucketPlanner
 from murmura.ddp.gradient_reducer import GradientReducer
-from murmura.ddp.uneven_data import Joining
+from murmura.ddp.join_context import Stage
 from murmura.ddp.nonfinite import NonFinitePolicy
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.round import Event, Phase, Round
 from murmura.ddp.settling import Settling
 from murmura.ddp.step_tracker import StepTracker
 from murmura.ddp.trained_parameters import TrainedParameters
-from murmura.ddp.join_context import Stage
+from murmura.ddp.uneven_data import Joining
 from murmura.ddp.wrapping import refuse_inside_torch_ddp
 from murmura.errors import ConfigError, UsageError
 from murmura.observe.observer import Observer, exposed
