@@ -1,13 +1,12 @@
 """Copies the gradients of a round into buckets, and exchanges full buckets while backward goes on.
 
-Gradient hooks only copy and enqueue. Buckets go to the communication thread in index order on every rank, whatever the
-order in which gradients come. `finish` fills what got no gradient, exchanges the round's tail, waits for everything,
-and gives parameters that only other ranks used their gradient.
+Gradient hooks only copy and enqueue. Buckets go to the communication thread, or stream, in index order on every rank,
+whatever the order in which gradients come. `finish` fills what got no gradient, exchanges the round's tail, waits for
+everything, and gives parameters that only other ranks used their gradient.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from murmura.algorithms import AlgorithmImpl
+from murmura.algorithms.background_exchange import BackgroundExchanges, PendingExchange
 from murmura.buckets import Bucket
 from murmura.ddp.bucket_planner import BucketPlanner
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.tail import Tail
 from murmura.errors import MurmuraError, UsageError
 from murmura.observe.observer import Observer, exchanging
-from murmura.transports.serial_executor import Ticket
 
 
 class GradientReducer:
@@ -34,6 +33,7 @@ class GradientReducer:
         self.observer: Observer | None = None
         self.observed: list[nn.Parameter] = []  # in the order their gradients came in the round under way
         self._transport = replica.transport
+        self._background = BackgroundExchanges(replica.transport)
         self._before: list[Tensor] | None = None  # gradients of earlier rounds, once asked for
         self.use([])
 
@@ -76,7 +76,8 @@ class GradientReducer:
         """Forget the round under way; nothing of it may be in flight."""
         self._ready = [[False] * len(bucket.parameters) for bucket in self.buckets]
         self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
-        self._tickets: list[Ticket] = []
+        self._tickets: list[PendingExchange] = []
+        self._streams: dict[torch.cuda.Stream, None] = {}  # on which gradients of the next bucket were copied
         self._failure: BaseException | None = None  # of the first exchange of the round that failed
         self._before = None
         self.observed = []
@@ -110,6 +111,8 @@ class GradientReducer:
                 "accumulate inside ddp.no_sync() and call ddp.sync_gradients() after the last backward."
             )
         self._copy_in(bucket, slot)
+        if bucket.flat.is_cuda:
+            self._streams[torch.cuda.current_stream(bucket.flat.device)] = None
         if not self._ready[bucket.index][slot]:
             self._ready[bucket.index][slot] = True
             self._num_missing[bucket.index] -= 1
@@ -138,7 +141,7 @@ class GradientReducer:
                 self._tickets[-1].wait()
         tail = self._tail
         tail.write([used for ready in self._ready for used in ready], weight, number)
-        self._tickets.append(self._submit(f"the tail of round {number}", tail.exchange, self.buckets[-1].flat))
+        self._tickets.append(self._submit(f"the tail of round {number}", tail.exchange, tail.values))
         for ticket in self._tickets:
             ticket.wait()
         if tail.must_be_read(weighs):
@@ -177,15 +180,17 @@ class GradientReducer:
 
         self._tickets.append(self._submit(what, exchange, bucket.flat))
 
-    def _submit(self, what: str, exchange: Callable[[], None], like: Tensor) -> Ticket:
-        stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
+    def _submit(self, what: str, exchange: Callable[[], None], tensor: Tensor) -> PendingExchange:
+        for stream in self._streams:  # backward may run on several, and each may have brought a part
+            current = torch.cuda.current_stream(stream.device)
+            if stream != current:
+                current.wait_stream(stream)
 
         def run() -> None:
             if self._failure is not None:  # to the peers a later exchange would look like the one that failed
                 raise self._failure
             try:
-                with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-                    exchange()
+                exchange()
             except MurmuraError as error:
                 error.add_note(f"It was the exchange of {what}.")
                 self._failure = error
@@ -194,7 +199,7 @@ class GradientReducer:
                 self._failure = error
                 raise
 
-        return self._transport.submit_job(what, run)
+        return self._background.start(what, [tensor], run)
 
     def _settle(self, tail: Tail, weighs: bool, number: int) -> None:
         """Give every parameter that any rank used its mean gradient; leave the others without."""

@@ -18,9 +18,10 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from murmura.errors import MurmuraError, RendezvousError, UsageError
+from murmura.errors import MurmuraError, RendezvousError
 from murmura.transports.failures import ExitNotice, Reporter
 from murmura.transports.host import Liveness, host_identity, number_hosts, pid_namespace
+from murmura.transports.own_groups import group_maker
 from murmura.transports.signed_store import ADVICE, SignedStore
 from murmura.transports.watched_store import Watch, WatchedStore, nobody, poll, run_watched
 
@@ -360,7 +361,7 @@ def build_group(
     with contextlib.closing(liveness), contextlib.ExitStack() as failed:
         failed.callback(watched.release)
         try:
-            make = functools.partial(_make_group, watched, rank, world_size, backend, timeout, len(set(roster.hosts)))
+            make = group_maker(watched, rank, world_size, backend, timeout, len(set(roster.hosts)))
             group = run_watched(make, timeout + 1.0, look)
             watched.set(f"connected/{rank}", b"")
             if rank == 0:  # one asks for all, the others ask for one
@@ -378,23 +379,3 @@ def build_group(
         failed.pop_all()
         watched.watch = watch  # what is waited for later is the transport's business
     return group, watched
-
-
-def _make_group(store: Store, rank: int, world_size: int, backend: str, timeout: float, num_hosts: int) -> Any:
-    limit = timedelta(seconds=timeout)
-    if backend == "gloo":
-        if num_hosts > 1:
-            return dist.ProcessGroupGloo(store, rank, world_size, limit)
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = limit
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        return gloo(store, rank, world_size, options)
-    if backend == "nccl":
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, world_size, nccl)
-    raise UsageError(
-        f"murmura builds gloo and nccl groups, not {backend!r}. Build it yourself and hand it over: "
-        "ProcessGroupTransport(group, store=store)."
-    )

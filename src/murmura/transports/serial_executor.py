@@ -45,14 +45,18 @@ class Ticket:
             while not self._finished.wait(1.0):
                 check()
         elif not self._finished.wait(timeout):
-            raise PeerTimeout(
-                f"{self._operation} had not ended {timeout:g} s after wait() was called; it goes on. "
-                "Wait again, or give the operation itself a shorter timeout.",
-                operation=self._operation,
-            )
+            raise self.late(timeout)
         if self._error is not None:
             raise self._error
         return self._result
+
+    def late(self, timeout: float | None) -> PeerTimeout:
+        """The error of a `wait` that has lasted for `timeout` seconds."""
+        return PeerTimeout(
+            f"{self._operation} had not ended {timeout:g} s after wait() was called; it goes on. "
+            "Wait again, or give the operation itself a shorter timeout.",
+            operation=self._operation,
+        )
 
     def await_end(self, seconds: float) -> bool:
         """Block for at most `seconds`; whether the operation has ended. Raises nothing."""

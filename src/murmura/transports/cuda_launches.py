@@ -1,0 +1,284 @@
+"""The operations of a channel on a GPU, from their launch until the device has done them.
+
+An operation is only enqueued: the host goes on, and what the same stream does next finds the result. So two things that
+a waiting host would see to are seen to here: `LaunchOrder` keeps the operations of all channels in one order on the
+device, and `Watchdog` ends, in a thread of its own, an operation whose deadline has passed or whose peer is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from murmura.collectives.deadline import Deadline
+from murmura.transports.serial_executor import Ticket
+
+LOOK_SECONDS = 0.1  # between two looks of the watchdog
+SUSPECT_SECONDS = 0.5  # after which an operation that goes on makes it look for ranks that have failed
+LEFT_SECONDS = 3.0  # after which it asks also for ranks that left: their last kernels may be a little ahead of ours
+
+
+def _is_done(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+class LaunchOrder:
+    """The operations of all channels that share it run on the device one after another, in the order of their launch.
+
+    Every channel is a communicator of its own. Of two that run at once, in one order here and in another there, each
+    can hold what the other needs, and neither ends. Ranks launch as their programs say, which is alike on all of them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # What peers wait for goes before what only this rank needs.
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+
+    def enter(self, stream: torch.cuda.Stream) -> None:
+        """Let what `stream` does next begin after the operation launched last."""
+        if self._last is not None and self._last[0] != stream:
+            stream.wait_event(self._last[1])
+
+    def leave(self, stream: torch.cuda.Stream, ended: torch.cuda.Event) -> None:
+        """An operation has been launched on `stream`, which `ended` follows."""
+        self._last = (stream, ended)
+
+
+@dataclass(slots=True)
+class Launch:
+    """An operation that the device has not done yet."""
+
+    operation: str
+    call: str
+    awaited: Sequence[int]
+    timeout: float
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+    since: float | None = None  # when it was first seen to have begun, by the monotonic clock
+    looked: float = 0.0
+
+    def waited(self) -> float:
+        """Seconds since it began, as far as anybody has looked; 0 as long as it is queued behind other kernels."""
+        now = time.monotonic()
+        if self.since is None and _is_done(self.began):
+            self.since = now
+        return 0.0 if self.since is None else now - self.since
+
+
+class Launching(Protocol):
+    """The transport that launches."""
+
+    failure: BaseException | None
+
+    def find_fault(self, launch: Launch, waited: float, *, timed_out: bool) -> BaseException | None:
+        """Why `launch` does not end, if that is known or its time is up; called by the watchdog's thread."""
+        ...
+
+    def give_up(self, error: BaseException) -> None:
+        """End all that waits on the device, because of `error`; called by the watchdog's thread."""
+        ...
+
+    def raise_failure(self, operation: str) -> None:
+        """Raise what `operation` means after the failure."""
+        ...
+
+
+class StreamTicket(Ticket):
+    """An operation launched on a stream of its own; `wait` makes the current stream wait for it, not the host."""
+
+    def __init__(self, operation: str, launches: CudaLaunches) -> None:
+        super().__init__(operation)
+        self.ended: torch.cuda.Event | None = None
+        self._launches = launches
+
+    def done(self) -> bool:
+        return super().done() and (self.ended is None or _is_done(self.ended))
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """As a ticket's; with a `timeout` the host waits until the device is done."""
+        result = super().wait(timeout)
+        if self.ended is not None:
+            if timeout is not None and not self._launches.await_event(self.ended, self._operation, timeout):
+                raise self.late(timeout)
+            torch.cuda.current_stream(self._launches.device).wait_event(self.ended)
+            self._launches.raise_failure(self._operation)
+        return result
+
+
+class CudaLaunches:
+    """The launches of one channel of `owner`, which is held weakly; `parent` is that of the transport it was split off.
+
+    `job` says what the operations launched now are for.
+    """
+
+    def __init__(self, owner: Launching, device: torch.device, parent: CudaLaunches | None = None) -> None:
+        self.device = device
+        self.order: LaunchOrder = LaunchOrder(device) if parent is None else parent.order
+        self.job = ""
+        self.host_waits = False  # for the operation under way, whose result the host reads
+        self._owner = weakref.ref(owner)
+        self._pending: deque[Launch] = deque()
+        self._watchdog: Watchdog = Watchdog() if parent is None else parent._watchdog
+        self._watchdog.watch(self)
+
+    def launch(self, start: Callable[[], Any], operation: str, call: str, awaited: Sequence[int], limit: float) -> None:
+        """Launch what `start` starts, a work of torch's, a list of them, or None, on the current stream."""
+        stream = torch.cuda.current_stream(self.device)
+        self.order.enter(stream)
+        began = stream.record_event()
+        works = start()
+        for work in works if isinstance(works, list) else [works]:
+            if work is not None:  # it ran on a stream of torch's own: without a time-out only this stream waits for it
+                work.wait()
+        ended = stream.record_event()
+        self.order.leave(stream, ended)
+        named = f"{operation} of {self.job}" if self.job else operation
+        self._pending.append(Launch(named, call, awaited, limit, began, ended))
+        self._watchdog.wake()
+        if self.host_waits:
+            self.await_event(ended, operation)
+
+    def run(self, what: str, work: Callable[[], Any]) -> Ticket:
+        """Run `work`, which launches operations, at once: the ticket has ended when this returns."""
+        ticket, before, self.job = Ticket(what), self.job, what
+        try:
+            ticket.finish(work())
+        except BaseException as error:  # carried to whoever waits for the ticket
+            ticket.fail(error)
+        finally:
+            self.job = before
+        return ticket
+
+    def run_beside(self, operation: str, work: Callable[[], Any], tensors: Sequence[Tensor]) -> StreamTicket:
+        """Run `work` on the communication stream, after what the current one has to do by now."""
+        side, ticket = self.order.stream, StreamTicket(operation, self)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        for tensor in tensors:
+            tensor.record_stream(side)  # it may be dropped before the device has come to it
+        try:
+            with torch.cuda.stream(side):
+                ticket.finish(work())
+        except BaseException as error:  # carried to whoever waits for the ticket
+            ticket.fail(error)
+        else:
+            ticket.ended = side.record_event()
+        return ticket
+
+    def await_event(self, event: torch.cuda.Event, operation: str, timeout: float | None = None) -> bool:
+        """Let the host wait for `event`, at most `timeout` seconds; whether it came. Raises if the operation fails."""
+        deadline, num_looks = Deadline(timeout), 0
+        while not _is_done(event):
+            owner = self._owner()
+            if owner is None or owner.failure is not None:
+                break
+            if deadline.remaining <= 0:
+                return False
+            num_looks += 1
+            time.sleep(0 if num_looks < 50 else 0.0002)
+        self.raise_failure(operation)
+        return True
+
+    def raise_failure(self, operation: str) -> None:
+        owner = self._owner()
+        if owner is not None and owner.failure is not None:
+            owner.raise_failure(operation)
+
+    def keep_own_order(self) -> None:
+        """Launch from now on in an order of its own: for a channel that only a thread beside training uses."""
+        self.order = LaunchOrder(self.device)
+
+    def drain(self) -> None:
+        """Let the host wait until the device has done all launches, or the watchdog has given up on one."""
+        while self._pending and not _is_done(self._pending[-1].ended):
+            owner = self._owner()
+            if owner is None or owner.failure is not None:
+                return
+            time.sleep(0.001)
+
+    def look(self) -> bool:
+        """Called by the watchdog: forget what is done, and end what takes too long. Whether anything is pending."""
+        owner, pending = self._owner(), self._pending
+        if owner is None or owner.failure is not None:
+            pending.clear()
+        while pending and _is_done(pending[0].ended):
+            pending.popleft()
+        if not pending or owner is None:
+            return False
+        launch = pending[0]
+        waited = launch.waited()
+        if waited > min(SUSPECT_SECONDS, launch.timeout / 2):
+            timed_out = waited > launch.timeout
+            if timed_out or waited - launch.looked > SUSPECT_SECONDS:
+                launch.looked = waited
+                fault = owner.find_fault(launch, waited, timed_out=timed_out)
+                if fault is not None and not _is_done(launch.ended):
+                    pending.clear()
+                    owner.give_up(fault)
+        return bool(pending)
+
+    def close(self) -> None:
+        self._watchdog.forget(self)
+
+
+class Watchdog:
+    """Looks after the launches of a transport and of what was split off it, in a thread that lives as long as they."""
+
+    def __init__(self) -> None:
+        self._channels: weakref.WeakSet[CudaLaunches] = weakref.WeakSet()
+        self._pending = threading.Event()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def watch(self, channel: CudaLaunches) -> None:
+        self._channels.add(channel)
+
+    def forget(self, channel: CudaLaunches) -> None:
+        """`channel` launches nothing any more; the last one ends the thread."""
+        self._channels.discard(channel)
+        if not self._channels:
+            self._ended.set()
+            self._pending.set()
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join()
+            self._thread = None
+
+    def wake(self) -> None:
+        """Something has been launched."""
+        if self._thread is None:
+            with self._starting:
+                if self._thread is None:
+                    self._ended.clear()
+                    args = (weakref.ref(self), self._pending, self._ended)
+                    self._thread = threading.Thread(target=_look_after, args=args, name="murmura-watchdog", daemon=True)
+                    self._thread.start()
+        if not self._pending.is_set():
+            self._pending.set()
+
+    def look(self) -> None:
+        self._pending.clear()
+        for channel in list(self._channels):
+            if channel.look():
+                self._pending.set()
+
+
+def _look_after(reference: weakref.ref[Watchdog], pending: threading.Event, ended: threading.Event) -> None:
+    """The thread: holds the watchdog only while it looks, so that a transport that is dropped takes it along."""
+    while not ended.wait(LOOK_SECONDS):
+        if not pending.wait(1.0):
+            if reference() is None:
+                return
+            continue
+        watchdog = reference()
+        if watchdog is None:
+            return
+        watchdog.look()
+        del watchdog

@@ -1,0 +1,54 @@
+"""Messages over a process group of torch's, as the group at hand wants them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from murmura.transports.checks import Pairs
+
+PART_BYTES = 2**20
+
+
+def start_coalesced(group: Any, device: torch.device, sends: Pairs, recvs: Pairs) -> Any:
+    """Start all messages as one work: NCCL's would otherwise wait for each other."""
+    # A group of torch.distributed asks for the device; a bare backend has one.
+    of_device = [device] if isinstance(group, dist.ProcessGroup) else []
+    group._start_coalescing(*of_device)
+    for out, src in recvs:
+        group.recv([out.view(torch.uint8)], src, 0)
+    for tensor, dst in sends:
+        group.send([tensor.view(torch.uint8)], dst, 0)
+    return group._end_coalescing(*of_device)
+
+
+def stream(
+    group: Any, wait: Callable[[Any], None], outgoing: Tensor, dst: int, incoming: Tensor, src: int
+) -> Iterator[tuple[int, int]]:
+    """Exchange flat tensors in parts; yield the bounds of each as soon as `wait` for it returns."""
+    step = max(1, PART_BYTES // outgoing.element_size())
+    parts = [(start, min(start + step, incoming.numel())) for start in range(0, incoming.numel(), step)]
+    receives = [group.recv([incoming[start:stop].view(torch.uint8)], src, 0) for start, stop in parts]
+    sends = [
+        group.send([outgoing[start : start + step].view(torch.uint8)], dst, 0)
+        for start in range(0, outgoing.numel(), step)
+    ]
+    for work, bounds in zip(receives, parts, strict=True):
+        wait(work)
+        yield bounds
+    for work in sends:
+        wait(work)
+
+
+def close_connections(group: Any, peers: Sequence[int]) -> None:
+    """End what waits in a Gloo group: its abort does nothing, but a receive that times out closes its connections."""
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            nothing = torch.empty(1, dtype=torch.uint8)
+            group.recv([nothing], peer, 1).wait(timedelta(milliseconds=1))

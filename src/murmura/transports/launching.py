@@ -1,0 +1,110 @@
+"""LaunchingTransport: what a transport adds if its operations are launched on a GPU instead of waited for.
+
+With `launches` an operation on CUDA tensors returns when it is enqueued; the current stream waits for it, not the host.
+Nothing runs in a communication thread then: launches happen where they are called, in the order of the program. The
+host waits only where it reads what comes: tensors in host memory, `barrier`, compared calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from murmura.errors import PeerLost, TransportError
+from murmura.transports.base import Transport
+from murmura.transports.cuda_launches import LEFT_SECONDS, CudaLaunches, Launch
+from murmura.transports.serial_executor import Ticket
+
+UNDEFINED = (
+    "The exchange was broken off on the GPU: what it wrote, and all that was computed from it since, is undefined. "
+    "Load a checkpoint; these weights must not be trained on or saved."
+)
+
+
+class LaunchingTransport(Transport):
+    """A transport whose operations are launched if `launches` is set, by its constructor, and else run as ever."""
+
+    launches: CudaLaunches | None = None
+
+    @abstractmethod
+    def known_cause(self, launch: Launch, waited: float) -> BaseException | None:
+        """The error that a peer's exit notice or death means to `launch`, if there is one."""
+
+    @abstractmethod
+    def explain_delay(self, launch: Launch, waited: float) -> BaseException:
+        """The error of `launch`, whose time is up."""
+
+    @abstractmethod
+    def _break_off(self) -> None:
+        """End what waits in a group of our own; a group that was handed over may be in use elsewhere."""
+
+    def run_operation(
+        self,
+        name: str,
+        work: Callable[[], Any],
+        async_op: bool,
+        sent: Sequence[Tensor] = (),
+        received: Sequence[Tensor] = (),
+    ) -> Any:
+        if self.launches is None:
+            return super().run_operation(name, work, async_op, sent, received)
+        tensors = [*sent, *received]
+        is_staged = not all(tensor.is_cuda for tensor in tensors)
+
+        def launch() -> Any:
+            with self.host_waiting(is_staged):
+                return work()
+
+        if not async_op or is_staged:
+            return super().run_operation(name, launch, async_op, sent, received)
+        run = partial(super().run_operation, name, launch, False, sent, received)
+        return self.launches.run_beside(f"{name} on rank {self.rank}", run, tensors)
+
+    def submit_job(self, what: str, work: Callable[[], Any]) -> Ticket:
+        return super().submit_job(what, work) if self.launches is None else self.launches.run(what, work)
+
+    @contextlib.contextmanager
+    def host_waiting(self, waits: bool) -> Iterator[None]:
+        """Inside it the host waits for the device, if `waits`, because it reads what comes."""
+        launches = self.launches
+        if launches is None:
+            yield
+            return
+        before, launches.host_waits = launches.host_waits, waits
+        try:
+            yield
+        finally:
+            launches.host_waits = before
+
+    def communication_stream(self, device: torch.device) -> torch.cuda.Stream:
+        return super().communication_stream(device) if self.launches is None else self.launches.order.stream
+
+    def keep_own_order(self) -> None:
+        if self.launches is not None:
+            self.launches.keep_own_order()
+
+    # What the watchdog calls, in its thread; see `Launching`
+
+    def find_fault(self, launch: Launch, waited: float, *, timed_out: bool) -> BaseException | None:
+        if timed_out:
+            return self.explain_delay(launch, waited)
+        cause = self.known_cause(launch, waited)
+        return None if isinstance(cause, PeerLost) and cause.left and waited < LEFT_SECONDS else cause
+
+    def give_up(self, error: BaseException) -> None:
+        if isinstance(error, TransportError):
+            told, words = error, f"{error} {UNDEFINED}"
+            error = type(told)(words, rank=told.rank, peer=told.peer, operation=told.operation)
+            error.cause = told.cause
+        self.abort(error)
+        self._break_off()
+
+    def raise_failure(self, operation: str) -> None:
+        assert self.failure is not None
+        raise self.reporter.again(self.failure, operation) from self.failure
