@@ -45,12 +45,13 @@ class OneGPU:
 
     A call that fails ends the world, and the next one starts another. With `mps=False`, or where the daemon cannot be
     started, the ranks' kernels take turns; `label` says which. A rank killed under MPS breaks the others' GPU contexts.
+    `folder` is a temporary one, which goes with the world.
     """
 
     def __init__(self, num_ranks: int, *, mps: bool = True, timeout: float = 60.0) -> None:
         self.num_ranks = num_ranks
         self._timeout = timeout
-        self._folder = tempfile.mkdtemp(prefix="murmura-gpu-")
+        self.folder = tempfile.mkdtemp(prefix="murmura-gpu-")
         self._variables: dict[str, str] = {}
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
@@ -95,7 +96,7 @@ class OneGPU:
         if self._has_mps:
             self._has_mps = False
             subprocess.run([MPS], input="quit\n", text=True, env=self._environment(), timeout=30, check=False)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self
@@ -109,10 +110,10 @@ class OneGPU:
         if shutil.which(MPS) is None:
             return False
         for name in ("pipe", "log"):
-            os.mkdir(os.path.join(self._folder, name))
+            os.mkdir(os.path.join(self.folder, name))
         self._variables = {
-            "CUDA_MPS_PIPE_DIRECTORY": os.path.join(self._folder, "pipe"),
-            "CUDA_MPS_LOG_DIRECTORY": os.path.join(self._folder, "log"),
+            "CUDA_MPS_PIPE_DIRECTORY": os.path.join(self.folder, "pipe"),
+            "CUDA_MPS_LOG_DIRECTORY": os.path.join(self.folder, "log"),
         }
         started = subprocess.run([MPS, "-d"], env=self._environment(), timeout=30, check=False)
         if started.returncode:
@@ -126,7 +127,7 @@ class OneGPU:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "murmura"])
         self._num_worlds += 1
-        store_file = os.path.join(self._folder, f"store{self._num_worlds}")
+        store_file = os.path.join(self.folder, f"store{self._num_worlds}")
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
             variables = {**self._variables, **nccl_variables(rank)}

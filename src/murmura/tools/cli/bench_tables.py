@@ -10,6 +10,7 @@ from rich.text import Text
 
 from murmura.tools.bench.all_reduce import AllReduceReport
 from murmura.tools.bench.compressors import CompressorsReport
+from murmura.tools.bench.cuda_ddp import CudaDDPReport
 from murmura.tools.bench.ddp import BARE, DEFAULT_BUCKETS, HELD_BACK, MURMURA, NOT_OVERLAPPED, OVERLAPPED
 from murmura.tools.bench.ddp_report import DDPReport, MemoryRow, StepRow
 from murmura.tools.bench.network import NetworkReport, NetworkRow
@@ -107,6 +108,26 @@ def steps_table(report: DDPReport) -> Table:
             *(ratio(own.ratio[peer]) for peer in peers),
             f"{1 / own.ratio[BARE]:.3f}",
             ratio(own.ratio.get(HELD_BACK)),
+        )
+    return table
+
+
+def cuda_ddp_table(report: CudaDDPReport) -> Table:
+    """One row per model, number of ranks and contestant on a GPU."""
+    table = plain_table(
+        f"training step on {report.device}: {report.label}, milliseconds",
+        "medians of the slowest rank",
+        ["model", "ranks", "contestant", "step", "host is free", "in a row", "extra MiB", "torch-ddp\n/ this"],
+    )
+    for row in report.steps:
+        times = (row.milliseconds, row.host_milliseconds, row.loop_milliseconds)
+        table.add_row(
+            row.model,
+            str(row.ranks),
+            row.contestant,
+            *(f"{each:.1f}" for each in times),
+            f"{row.extra_mib:+.0f}",
+            ratio(row.ratio),
         )
     return table
 
