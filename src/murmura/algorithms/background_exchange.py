@@ -15,10 +15,10 @@ from murmura.transports.serial_executor import Ticket
 class PendingExchange:
     """An exchange under way; its tensors must not be used until `wait` returns."""
 
-    def __init__(self, channel: Transport, ticket: Ticket, ended: dict[torch.cuda.Stream, torch.cuda.Event]) -> None:
+    def __init__(self, channel: Transport, ticket: Ticket, streams: Sequence[torch.cuda.Stream] = ()) -> None:
         self._channel = channel
         self._ticket = ticket
-        self._ended = ended  # filled when the exchange has been enqueued
+        self._streams = streams
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -29,11 +29,19 @@ class PendingExchange:
 
         On a GPU the current stream waits until it has ended, and the host only until it has been enqueued.
         """
-        self._ticket.wait()
-        for stream, event in self._ended.items():
-            torch.cuda.current_stream(stream.device).wait_event(event)
-        if self._ended and self._channel.failed:  # after it had been enqueued
-            self._channel.check_usable()
+        wait_for([self])
+
+
+def wait_for(exchanges: Sequence[PendingExchange]) -> None:
+    """Wait until all of them have ended; see `PendingExchange.wait`."""
+    streams: dict[torch.cuda.Stream, Transport] = {}
+    for each in exchanges:
+        each._ticket.wait()
+        streams.update(dict.fromkeys(each._streams, each._channel))
+    for stream, channel in streams.items():
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+        if channel.failed:  # after the exchange had been enqueued
+            channel.check_usable()
 
 
 class BackgroundExchanges:
@@ -41,16 +49,20 @@ class BackgroundExchanges:
 
     def __init__(self, channel: Transport) -> None:
         self._channel = channel
+        self._filled: dict[torch.device, torch.cuda.Event] = {}  # recorded anew for each exchange
 
     def start(self, what: str, tensors: Sequence[Tensor], work: Callable[[], None]) -> PendingExchange:
         """Run `work` on `tensors`, which must not be used until `wait` returns."""
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        streams = [self._channel.communication_stream(device) for device in devices]
-        ended: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+        streams = []
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            stream = self._channel.communication_stream(device)
+            streams.append(stream)
+            if device not in self._filled:
+                self._filled[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._filled[device].record(torch.cuda.current_stream(device))
+            stream.wait_event(self._filled[device])
         if not streams:
-            return PendingExchange(self._channel, self._channel.submit_job(what, torch.no_grad()(work)), ended)
-        for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            return PendingExchange(self._channel, self._channel.submit_job(what, torch.no_grad()(work)))
         for tensor in tensors:
             if tensor.is_cuda:  # if it is dropped after an error, its memory is not reused before the stream is done
                 tensor.record_stream(self._channel.communication_stream(tensor.device))
@@ -60,6 +72,5 @@ class BackgroundExchanges:
                 for stream in streams:
                     current.enter_context(torch.cuda.stream(stream))
                 work()
-                ended.update({stream: stream.record_event() for stream in streams})
 
-        return PendingExchange(self._channel, self._channel.submit_job(what, run), ended)
+        return PendingExchange(self._channel, self._channel.submit_job(what, run), streams)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from murmura.algorithms import AlgorithmImpl
-from murmura.algorithms.background_exchange import BackgroundExchanges, PendingExchange
+from murmura.algorithms.background_exchange import BackgroundExchanges, PendingExchange, wait_for
 from murmura.buckets import Bucket
 from murmura.ddp.bucket_planner import BucketPlanner
 from murmura.ddp.replica import ModelReplica
@@ -142,8 +142,7 @@ class GradientReducer:
         tail = self._tail
         tail.write([used for ready in self._ready for used in ready], weight, number)
         self._tickets.append(self._submit(f"the tail of round {number}", tail.exchange, tail.values))
-        for ticket in self._tickets:
-            ticket.wait()
+        wait_for(self._tickets)
         if tail.must_be_read(weighs):
             self._settle(tail, averages and weighs, number)
         self.reset()

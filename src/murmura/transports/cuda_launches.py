@@ -40,16 +40,13 @@ class LaunchOrder:
     def __init__(self, device: torch.device) -> None:
         # What peers wait for goes before what only this rank needs.
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        self._last = self.stream  # of the operation launched last
 
     def enter(self, stream: torch.cuda.Stream) -> None:
-        """Let what `stream` does next begin after the operation launched last."""
-        if self._last is not None and self._last[0] != stream:
-            stream.wait_event(self._last[1])
-
-    def leave(self, stream: torch.cuda.Stream, ended: torch.cuda.Event) -> None:
-        """An operation has been launched on `stream`, which `ended` follows."""
-        self._last = (stream, ended)
+        """An operation is about to be launched on `stream`: it begins after the one launched last."""
+        if self._last != stream:
+            stream.wait_stream(self._last)
+            self._last = stream
 
 
 @dataclass(slots=True)
@@ -126,6 +123,7 @@ class CudaLaunches:
         self.host_waits = False  # for the operation under way, whose result the host reads
         self._owner = weakref.ref(owner)
         self._pending: deque[Launch] = deque()
+        self._events: list[torch.cuda.Event] = []  # of launches that are done: to make one takes longer than to use it
         self._watchdog: Watchdog = Watchdog() if parent is None else parent._watchdog
         self._watchdog.watch(self)
 
@@ -133,18 +131,21 @@ class CudaLaunches:
         """Launch what `start` starts, a work of torch's, a list of them, or None, on the current stream."""
         stream = torch.cuda.current_stream(self.device)
         self.order.enter(stream)
-        began = stream.record_event()
+        began, ended = self._event(), self._event()
+        began.record(stream)
         works = start()
         for work in works if isinstance(works, list) else [works]:
             if work is not None:  # it ran on a stream of torch's own: without a time-out only this stream waits for it
                 work.wait()
-        ended = stream.record_event()
-        self.order.leave(stream, ended)
+        ended.record(stream)
         named = f"{operation} of {self.job}" if self.job else operation
         self._pending.append(Launch(named, call, awaited, limit, began, ended))
         self._watchdog.wake()
         if self.host_waits:
             self.await_event(ended, operation)
+
+    def _event(self) -> torch.cuda.Event:
+        return self._events.pop() if self._events else torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def run(self, what: str, work: Callable[[], Any]) -> Ticket:
         """Run `work`, which launches operations, at once: the ticket has ended when this returns."""
@@ -209,7 +210,8 @@ class CudaLaunches:
         if owner is None or owner.failure is not None:
             pending.clear()
         while pending and _is_done(pending[0].ended):
-            pending.popleft()
+            done = pending.popleft()
+            self._events += (done.began, done.ended)
         if not pending or owner is None:
             return False
         launch = pending[0]

@@ -1,4 +1,4 @@
-"""Messages over a process group of torch's, as the group at hand wants them."""
+"""Operations on a process group of torch's, in its own terms."""
 
 from __future__ import annotations
 
@@ -12,8 +12,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from murmura.transports.checks import Pairs
+from murmura.types import ReduceOp
 
 PART_BYTES = 2**20
+OPS: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MEAN: dist.ReduceOp.SUM,  # then divided: not every group has a mean
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+MEAN: Any = dist.ReduceOp.AVG
+NATIVE_DTYPES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64
+)  # fmt: skip
+
+
+def is_raw_on_cuda(tensor: Tensor) -> bool:
+    """Whether the bytes of `tensor` lie side by side on a GPU and are its values."""
+    return tensor.is_cuda and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def start_coalesced(group: Any, device: torch.device, sends: Pairs, recvs: Pairs) -> Any:

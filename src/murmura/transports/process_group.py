@@ -38,18 +38,6 @@ from murmura.types import ReduceOp, parse
 
 __all__ = ["Check", "ProcessGroupTransport"]
 
-_OPS: dict[ReduceOp, Any] = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.MEAN: dist.ReduceOp.SUM,  # then divided: not every group has a mean
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
-}
-_MEAN: Any = dist.ReduceOp.AVG
-_NATIVE_DTYPES = (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64
-)  # fmt: skip
-
 
 class ProcessGroupTransport(LaunchingTransport):
     """One rank of a process group; made from a group that exists, or by `join` from a store.
@@ -231,17 +219,17 @@ class ProcessGroupTransport(LaunchingTransport):
         self.compare_calls(call, timeout)
         if flat_out is not flat_in:
             flat_out.copy_(flat_in)
-        if flat_out.dtype not in _NATIVE_DTYPES:
+        if flat_out.dtype not in group_messages.NATIVE_DTYPES:
             ring.all_reduce(self, flat_out, op, timeout=self.seconds(timeout))
             return
         # The sum may exceed the range of float16 where the mean does not.
         total = flat_out.float() if op is ReduceOp.MEAN and flat_out.dtype is torch.float16 else flat_out
         options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
+        options.reduceOp = group_messages.OPS[op]
         # NCCL multiplies by 1 / n and adds: the bits of a sum that is divided, where n is a power of two.
         is_mean_native = self._on_cuda and op is ReduceOp.MEAN and self.world_size & (self.world_size - 1) == 0
         if is_mean_native:
-            options.reduceOp = _MEAN
+            options.reduceOp = group_messages.MEAN
         self._await(lambda limit: self._group.allreduce([total], self._limited(options, limit)), timeout)
         if op is ReduceOp.MEAN and not is_mean_native:
             total.div_(self.world_size)
@@ -254,6 +242,15 @@ class ProcessGroupTransport(LaunchingTransport):
         options.rootRank = src
         raw = flat.view(torch.uint8)
         self._await(lambda limit: self._group.broadcast([raw], self._limited(options, limit)), timeout)
+
+    def do_all_to_all(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], timeout: float | None) -> None:
+        if self.launches is None or not all(map(group_messages.is_raw_on_cuda, (*sends, *recvs))):
+            super().do_all_to_all(sends, recvs, timeout)
+            return
+        self.compare_calls("all_to_all()", timeout)
+        options = self._limited(dist.AllToAllOptions(), timedelta())
+        outgoing, incoming = ([group_messages.raw(each) for each in tensors] for tensors in (sends, recvs))
+        self._await(lambda limit: self._group.alltoall(incoming, outgoing, options), timeout)
 
     def do_barrier(self, timeout: float | None) -> None:
         if self.world_size == 1:
