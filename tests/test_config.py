@@ -11,14 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from murmura.config import (
-    DistributedConfig,
-    DistributedTrainConfig,
-    expand_first_host,
-    parse_address,
-    slurm_port,
-    tasks_on_node,
-)
+from murmura.config import DistributedConfig, DistributedTrainConfig, parse_address
+from murmura.environment import expand_first_host, slurm_port, tasks_on_node
 from murmura.errors import ConfigError
 from murmura.types import DistributedBackend, DistributedRole, TransportKind
 

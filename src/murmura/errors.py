@@ -13,10 +13,13 @@
     ├── CheckpointError                   a checkpoint could not be written or read, on whichever rank
     └── UsageError (RuntimeError)         the call itself makes no sense
 
-After a TransportError or a CollectiveMismatch the contents of the tensors involved are undefined.
+After a TransportError or a CollectiveMismatch the contents of the tensors involved are undefined. The functions at the
+end write the texts of those errors, with the numbers of the ranks: always ranks of the world.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 __all__ = [
     "CheckpointError",
@@ -127,3 +130,47 @@ class CheckpointError(MurmuraError):
 
 class UsageError(MurmuraError, RuntimeError):
     """The call makes no sense as it stands; the message says which call does."""
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 1, 2 and 3"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _in(operation: str) -> str:
+    return f" in {operation}" if operation else ""
+
+
+def peer_timeout(rank: int, awaited: Sequence[int], operation: str, waited: float, state: str = "") -> PeerTimeout:
+    """The error of `rank`, which waited for ranks that live but did not come; `state` says what is known of them."""
+    return PeerTimeout(
+        f"rank {rank} waited {waited:.1f} s for {name_ranks(awaited)}{_in(operation)}. {state}"
+        f"{' ' if state else ''}If they are only slow, raise the timeout (DistributedConfig.timeout, or timeout= of "
+        "the call); if they are stuck, look at what they do (py-spy dump --pid PID).",
+        rank=rank,
+        peer=awaited[0],
+        operation=operation or None,
+    )
+
+
+def peer_lost(rank: int, peer: int, operation: str, story: str) -> PeerLost:
+    """The error of `rank`, which needs `peer`; `story` says what became of that: "raised ValueError: …"."""
+    return PeerLost(
+        f"rank {rank} lost rank {peer}{_in(operation)}: rank {peer} {story}. "
+        f"Look at rank {peer}'s own output for the cause; this transport is unusable, so start the world anew.",
+        rank=rank,
+        peer=peer,
+        operation=operation or None,
+    )
+
+
+def mismatch(rank: int, operation: str, calls: Mapping[int, str]) -> CollectiveMismatch:
+    """The table of who called what; ranks that did not say are listed as such."""
+    rows = "\n".join(f"  rank {each}: {call}" for each, call in sorted(calls.items()))
+    return CollectiveMismatch(
+        f"rank {rank}: the ranks disagree in {operation}:\n{rows}\n"
+        "Every rank must call the same operations in the same order, with the same dtype and shape.",
+        dict(calls),
+    )

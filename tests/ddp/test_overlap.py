@@ -19,7 +19,7 @@ from murmura import DDP, Transport, run_world
 from murmura.algorithms import Algorithm, AlgorithmImpl
 from murmura.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from murmura.buckets import Bucket
-from murmura.transports import failures
+from murmura.transports import stalls
 from worlds import SECONDS
 
 
@@ -154,8 +154,8 @@ def step_beside_a_late_rank(transport: Transport) -> tuple[list[str], list[str]]
             warnings.append(record.getMessage())
 
     if transport.rank == 0:
-        failures.STALL_SECONDS = 0.0
-        failures.log.addHandler(Handler())
+        stalls.WARN_SECONDS = 0.0
+        stalls.log.addHandler(Handler())
     else:
         transport.recv(torch.empty(1), 0)
     ddp(torch.ones(1, 2)).sum().backward()

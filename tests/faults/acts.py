@@ -20,7 +20,7 @@ from scenario import NUM_HEALTHY, Stage, play
 from torch import Tensor
 
 from murmura import InProcessTransport, MurmuraError, PeerLost
-from murmura.transports import failures
+from murmura.transports import stalls
 from murmura.transports.shared_memory import control_block
 
 ANY_RANK = [(2, 0), (2, 1), (3, 1), (4, 0), (4, 3), (5, 2)]  # (world size, culprit), for the long grids
@@ -151,7 +151,7 @@ def collective_against_message(stage: Stage, message: str, numel: int, culprit: 
 def wait_for_one(stage: Stage, culprit: int, stall_seconds: float | None) -> None:
     """All ranks but the culprit wait for it in an all-reduce, and warn after `stall_seconds`."""
     if stall_seconds is not None:
-        failures.STALL_SECONDS = stall_seconds
+        stalls.WARN_SECONDS = stall_seconds
     run = Run(stage, "prepared")
     for _ in range(NUM_HEALTHY):
         run.all_reduce()

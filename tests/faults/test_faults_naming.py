@@ -13,7 +13,7 @@ from scenario import Stage, World
 
 from murmura import InProcessTransport, PeerLost, PeerTimeout, Transport, TransportError, run_world
 from murmura.errors import MurmuraError
-from murmura.transports.failures import ExitNotice, Reporter
+from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.rendezvous import file_store, sign_in
 from murmura.transports.stalls import at_fault
 

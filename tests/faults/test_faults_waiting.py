@@ -11,16 +11,18 @@ from scenario import NUM_HEALTHY, Actor, World
 from skew import mix_with_skew, reduce_with_skew, wait_while_one_computes
 from traces import await_state
 
-from murmura.transports import failures
+from murmura.errors import PeerTimeout
+from murmura.transports import stalls
+from murmura.transports.error_reporter import Reporter
 
 # The log
 
 
 def test_a_warning_comes_after_ten_seconds_and_then_ever_less_often(monkeypatch, caplog):
-    assert failures.STALL_SECONDS == 10.0
+    assert stalls.WARN_SECONDS == 10.0
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    deadline = failures.WaitDeadline(failures.Reporter(2, range(8)), "all_reduce #7", 600.0)
+    deadline = stalls.WaitDeadline(Reporter(2, range(8)), "all_reduce #7", 600.0)
     warned = []
     with caplog.at_level(logging.WARNING, "murmura"):
         while now < 1599.0:
@@ -30,7 +32,7 @@ def test_a_warning_comes_after_ten_seconds_and_then_ever_less_often(monkeypatch,
                 warned.append(now - 1000.0)
         assert warned == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0]
         now += 1.0
-        with pytest.raises(failures.PeerTimeout, match=r"rank 2 waited 600\.0 s for ranks 0 and 3 in all_reduce #7"):
+        with pytest.raises(PeerTimeout, match=r"rank 2 waited 600\.0 s for ranks 0 and 3 in all_reduce #7"):
             deadline.check([0, 3])
     assert caplog.records[0].getMessage() == (
         "rank 2 has waited 10 s for ranks 0 and 3 in all_reduce #7; it gives up after 600 s."
@@ -52,7 +54,7 @@ def test_processes_that_stall_say_for_whom_they_wait():
 
 
 def test_threads_that_stall_say_for_whom_they_wait(monkeypatch):
-    monkeypatch.setattr(failures, "STALL_SECONDS", 0.4)
+    monkeypatch.setattr(stalls, "WARN_SECONDS", 0.4)
     timeout = 2.5
     with World("threads", 3, wait_for_one, 1, None, timeout=timeout) as world:
         for report in world.reports(0, 2):

@@ -31,9 +31,9 @@ from murmura import (
     connect,
 )
 from murmura.transports import rendezvous
+from murmura.transports.error_reporter import Reporter
 from murmura.transports.failure_log import FailureLog
-from murmura.transports.failures import Reporter
-from murmura.transports.host import Liveness
+from murmura.transports.liveness import Liveness
 from murmura.transports.rendezvous import file_store, open_store, sign_in, under
 from murmura.transports.signed_store import SignedStore
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from murmura.agreement import first_difference, texts_if_different
 from murmura.buckets.flat import FlatTensors
+from murmura.errors import mismatch
 from murmura.transports.base import Transport
 from murmura.transports.checks import describe
-from murmura.transports.failures import mismatch
 
 
 class Slot(NamedTuple):

@@ -1,4 +1,4 @@
-"""The memory of a bucket: the gradients of its parameters side by side."""
+"""A bucket: the gradients of its parameters side by side, and how a gradient is copied into it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from murmura.errors import UsageError
 
 
 class Bucket:
@@ -31,6 +33,30 @@ class Bucket:
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """`flat`, a tensor as long as the bucket's own, cut by parameter, with the parameters' shapes and strides."""
         return [_view_like(*each) for each in zip(torch.split(flat, self.numels), self.parameters, strict=True)]
+
+    def copy_gradient_in(self, slot: int) -> None:
+        """Copy the gradient of `parameters[slot]` into the bucket, and make `.grad` a view of it there."""
+        parameter, view = self.parameters[slot], self.views[slot]
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise UsageError(
+                f"the gradient of {self.names[slot]!r} is sparse, which DDP does not exchange. "
+                "Build the embedding with sparse=False, or name the parameter in DDP(ignore=...)."
+            )
+        if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
+            if (gradient.dtype, gradient.device, gradient.shape) != (view.dtype, view.device, view.shape):
+                raise UsageError(
+                    f"the gradient of {self.names[slot]!r} no longer fits its bucket: the parameter was cast, moved "
+                    "or resized after wrapping. Do that before, or wrap the model again: DDP(ddp.into_inner(), ...)."
+                )
+            if gradient.requires_grad:
+                raise UsageError(
+                    f"the gradient of {self.names[slot]!r} has a graph of its own, which no exchange can keep. "
+                    "Instead of backward(create_graph=True) use torch.autograd.grad, and then a plain backward."
+                )
+            view.copy_(gradient)
+            parameter.grad = view
 
     def __repr__(self) -> str:
         return (

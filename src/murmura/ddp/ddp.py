@@ -15,12 +15,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from murmura.algorithms import Algorithm, AlgorithmImpl, algorithm_named
-from murmura.config import setting_from_env
 from murmura.ddp import consensus, replica_checks
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.round import Event
 from murmura.ddp.round_driver import RoundDriver
 from murmura.ddp.wrapping import check_module, refuse_inside_torch_ddp
+from murmura.environment import setting_from_env
 from murmura.errors import ConfigError, UsageError
 from murmura.observe import Observer
 from murmura.transports.base import Transport

@@ -1,4 +1,4 @@
-"""Copies the gradients of a round into buckets, and exchanges full buckets while backward goes on.
+"""Has the gradients of a round copied into their buckets, and exchanges full buckets while backward goes on.
 
 Gradient hooks only copy and enqueue. Buckets go to the communication thread, or stream, in index order on every rank,
 whatever the order in which gradients come. `finish` fills what got no gradient, exchanges the round's tail, waits for
@@ -110,7 +110,7 @@ class GradientReducer:
                 "exchanged. Does a checkpointed block run twice? Use checkpoint(..., use_reentrant=False); or "
                 "accumulate inside ddp.no_sync() and call ddp.sync_gradients() after the last backward."
             )
-        self._copy_in(bucket, slot)
+        bucket.copy_gradient_in(slot)
         if bucket.flat.is_cuda:
             self._streams[torch.cuda.current_stream(bucket.flat.device)] = None
         if not self._ready[bucket.index][slot]:
@@ -132,7 +132,7 @@ class GradientReducer:
                     continue
                 # A gradient from before counts even if the last micro-batch did not use the parameter, or it is frozen.
                 if parameter.grad is not None:
-                    self._copy_in(bucket, slot)
+                    bucket.copy_gradient_in(slot)
                     self._ready[bucket.index][slot] = True
                 else:
                     bucket.views[slot].zero_()
@@ -146,29 +146,6 @@ class GradientReducer:
         if tail.must_be_read(weighs):
             self._settle(tail, averages and weighs, number)
         self.reset()
-
-    def _copy_in(self, bucket: Bucket, slot: int) -> None:
-        parameter, view = bucket.parameters[slot], bucket.views[slot]
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.layout is not torch.strided:
-            raise UsageError(
-                f"the gradient of {bucket.names[slot]!r} is sparse, which DDP does not exchange. "
-                "Build the embedding with sparse=False, or name the parameter in DDP(ignore=...)."
-            )
-        if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
-            if (gradient.dtype, gradient.device, gradient.shape) != (view.dtype, view.device, view.shape):
-                raise UsageError(
-                    f"the gradient of {bucket.names[slot]!r} no longer fits its bucket: the parameter was cast, moved "
-                    "or resized after wrapping. Do that before, or wrap the model again: DDP(ddp.into_inner(), ...)."
-                )
-            if gradient.requires_grad:
-                raise UsageError(
-                    f"the gradient of {bucket.names[slot]!r} has a graph of its own, which no exchange can keep. "
-                    "Instead of backward(create_graph=True) use torch.autograd.grad, and then a plain backward."
-                )
-            view.copy_(gradient)
-            parameter.grad = view
 
     def _send(self, bucket: Bucket, number: int) -> None:
         what = f"bucket {bucket.index} (first parameter {bucket.names[0]!r}) of round {number}"

@@ -16,7 +16,8 @@ from murmura.launch.limits import advice_for
 from murmura.launch.multi_host import LauncherGroup
 from murmura.launch.plan import Attempt, LaunchPlan
 from murmura.launch.root_cause import CRASH_PRIORITY, STOPPED_PRIORITY, Failure, find_failure
-from murmura.launch.supervisor import RankCommand, SignalException, supervise
+from murmura.launch.signals import SignalException
+from murmura.launch.supervisor import RankCommand, supervise
 
 
 def launch(plan: LaunchPlan, say: Callable[[str], None]) -> int:

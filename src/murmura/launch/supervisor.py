@@ -19,20 +19,18 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import (
     LogsDest,
     LogsSpecs,
-    SignalException,
     SubprocessContext,
     start_processes,
 )
 
 from murmura.launch.limits import explain_os_errors, require_descriptors
 from murmura.launch.root_cause import RankExit
+from murmura.launch.signals import POLL_SECONDS, signal_handlers_restored, signals_passed_on, stop_ranks
 
-__all__ = ["RankCommand", "SignalException", "supervise"]
+__all__ = ["RankCommand", "supervise"]
 
-POLL_SECONDS = 0.05
 GRACE_SECONDS = 4.0  # after a failure: for the other ranks to notice it and to report their own errors
-STOP_SECONDS = 30  # after a signal to the launcher: for a rank to save its work before it is killed
-STOP_AFTER_FAILURE_SECONDS = 5  # the same after another rank's failure, when ranks cannot save a checkpoint
+STOP_AFTER_FAILURE_SECONDS = 5  # for a rank to end when another has failed, so that none can save a checkpoint
 KILL_SECONDS = 5  # for the kernel to remove a killed process
 DESCRIPTORS_PER_RANK = 6  # two files, each opened three times: here, by the rank, and to show it
 TAIL_BYTES = 2**16  # of a rank's standard error, for the report of a failure
@@ -96,12 +94,12 @@ def supervise(
     """Run the ranks until all have ended, and return how they ended, in the order of time; no process is left.
 
     Their output goes to files in `folder`, or to the console. When one fails, or `should_stop()` is true, the others
-    have `GRACE_SECONDS` to end by themselves and are then stopped. A signal to this process is passed on to the ranks
-    and raised as torch's `SignalException`. `should_stop` is called regularly until all have ended.
+    have `GRACE_SECONDS` to end by themselves and are then stopped. `should_stop` is called regularly until all have
+    ended. What a signal to this process does, `launch/signals.py` says.
     """
     order: list[int] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_signal_handlers_restored())
+        stack.enter_context(signal_handlers_restored())
         stack.enter_context(_torch_logger_silenced())
         with explain_os_errors(f"{len(commands)} ranks cannot be started"):
             if folder is not None:
@@ -111,13 +109,9 @@ def supervise(
             files = RankLogs(folder, [each.rank for each in commands], stack)
             context = _start(commands, files)
         try:
-            _watch(context, order, should_stop)
-        except SignalException as received:
-            with contextlib.suppress(SignalException):  # a second signal: kill at once
-                _stop(context, received.sigval, STOP_SECONDS, should_stop)
-            raise
-        else:
-            _stop(context, signal.SIGTERM, STOP_AFTER_FAILURE_SECONDS, should_stop)
+            with signals_passed_on(context, should_stop):
+                _watch(context, order, should_stop)
+            stop_ranks(context, signal.SIGTERM, STOP_AFTER_FAILURE_SECONDS, should_stop)
         finally:
             context.close(signal.SIGKILL, KILL_SECONDS)
             sys.stdout.flush()
@@ -134,21 +128,6 @@ def supervise(
         ]
 
 
-def _stop(context: SubprocessContext, number: signal.Signals, seconds: float, tick: Callable[[], object]) -> None:
-    """Send the signal to all ranks and wait until they have ended, `seconds` at most; `tick` is called meanwhile."""
-    deadline = time.monotonic() + seconds
-    for handler in context.subprocess_handlers.values():
-        for each in (number, signal.SIGCONT):  # a suspended rank handles no signal
-            if handler.proc.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(handler.proc.pid, each)
-    while any(handler.proc.poll() is None for handler in context.subprocess_handlers.values()):
-        if time.monotonic() > deadline:
-            return
-        tick()
-        time.sleep(POLL_SECONDS)
-
-
 def _start(commands: Sequence[RankCommand], files: RankLogs) -> SubprocessContext:
     context = start_processes(
         "rank",
@@ -160,19 +139,6 @@ def _start(commands: Sequence[RankCommand], files: RankLogs) -> SubprocessContex
     )
     assert isinstance(context, SubprocessContext)
     return context
-
-
-@contextlib.contextmanager
-def _signal_handlers_restored() -> Iterator[None]:
-    """Restore the handlers that torch replaces, and does not restore, when it starts processes."""
-    before = {
-        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import torch
 from murmura.errors import MurmuraError, TransportError
 from murmura.launch.outcomes import Outcome, as_raised, failed, unfinished
 from murmura.launch.root_cause import root_cause
-from murmura.transports.failures import ExitNotice
+from murmura.transports.error_reporter import ExitNotice
 from murmura.transports.in_process import InProcessTransport
 
 GRACE_SECONDS = 10.0  # after a failure: for the other ranks to notice it and to report their own errors

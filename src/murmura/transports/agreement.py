@@ -10,7 +10,7 @@ from torch import Tensor
 
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import describe
-from murmura.transports.failures import Reporter
+from murmura.transports.error_reporter import Reporter
 from murmura.transports.objects import bytes_from_tensor, bytes_to_tensor, exchange_bytes
 
 Move = Callable[[Pairs, Pairs, float], None]

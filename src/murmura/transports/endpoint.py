@@ -17,7 +17,7 @@ from torch import Tensor
 from murmura.errors import ConfigError, TransportClosed, UsageError
 from murmura.observe.probe import Probe
 from murmura.transports.checks import check_members, check_timeout
-from murmura.transports.failures import ExitNotice, Reporter
+from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.listeners import CollectiveListeners
 from murmura.transports.serial_executor import SerialExecutor, Ticket
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from murmura.errors import CollectiveMismatch, RendezvousError, TransportError
-from murmura.transports.failures import ExitNotice, Reporter
-from murmura.transports.host import Liveness
+from murmura.transports.error_reporter import ExitNotice, Reporter
+from murmura.transports.liveness import Liveness
 from murmura.transports.stalls import StallNotes
 
 POLL_SECONDS = 0.01

@@ -1,11 +1,9 @@
-"""Which host a process is on, which ranks share one, and whether a process of this host still lives."""
+"""Which host a process is on, and which ranks share one."""
 
 from __future__ import annotations
 
 import os
 import platform
-import select
-import weakref
 from collections.abc import Sequence
 
 
@@ -40,40 +38,3 @@ def members_of(hosts: Sequence[int], rank: int) -> list[int]:
 def leaders_of(hosts: Sequence[int]) -> list[int]:
     """The first rank of each host."""
     return [hosts.index(host) for host in dict.fromkeys(hosts)]
-
-
-class Liveness:
-    """Watches processes of this pid namespace; those it cannot watch count as alive."""
-
-    def __init__(self, pids: dict[int, int]) -> None:
-        """`pids` by rank."""
-        self._fds: dict[int, int] = {}
-        self._gone: set[int] = set()  # before they could be watched
-        self._release = weakref.finalize(self, _close_all, self._fds)
-        for rank, pid in pids.items():
-            self.add(rank, pid)
-
-    def add(self, rank: int, pid: int) -> None:
-        """Watch the process of `rank`, too."""
-        try:
-            self._fds[os.pidfd_open(pid)] = rank
-        except ProcessLookupError:
-            self._gone.add(rank)
-        except (OSError, AttributeError, OverflowError):  # no pidfds here
-            return
-
-    def dead(self) -> list[int]:
-        """The ranks whose process has ended."""
-        poll = select.poll()
-        for fd in self._fds:
-            poll.register(fd, select.POLLIN)
-        return sorted(self._gone | {self._fds[fd] for fd, _ in poll.poll(0)})
-
-    def close(self) -> None:
-        self._release()
-
-
-def _close_all(fds: dict[int, int]) -> None:
-    for fd in fds:
-        os.close(fd)
-    fds.clear()

@@ -22,7 +22,8 @@ from murmura.observe.probe import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import describe
-from murmura.transports.failures import ExitNotice, WaitDeadline, follow
+from murmura.transports.error_reporter import ExitNotice
+from murmura.transports.stalls import WaitDeadline, follow
 from murmura.types import ReduceOp
 
 __all__ = ["InProcessTransport"]

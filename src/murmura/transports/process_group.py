@@ -25,14 +25,14 @@ from murmura.transports.challenge import prove_to_each_other
 from murmura.transports.checks import Check, check_timeout, describe_exchange, flatten
 from murmura.transports.checks import store as bring_back
 from murmura.transports.cuda_launches import CudaLaunches, Launch
+from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.failure_log import FailureLog, is_timeout
-from murmura.transports.failures import ExitNotice, Reporter, WaitDeadline
-from murmura.transports.host import Liveness
 from murmura.transports.launching import LaunchingTransport
+from murmura.transports.liveness import Liveness
 from murmura.transports.rendezvous import Roster, Store, build_group, sign_in, under
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.signed_store import SignedStore
-from murmura.transports.stalls import StallNotes
+from murmura.transports.stalls import StallNotes, WaitDeadline
 from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp, parse
 

@@ -19,8 +19,9 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from murmura.errors import MurmuraError, RendezvousError
-from murmura.transports.failures import ExitNotice, Reporter
-from murmura.transports.host import Liveness, host_identity, number_hosts, pid_namespace
+from murmura.transports.error_reporter import ExitNotice, Reporter
+from murmura.transports.host import host_identity, number_hosts, pid_namespace
+from murmura.transports.liveness import Liveness
 from murmura.transports.own_groups import group_maker
 from murmura.transports.signed_store import ADVICE, SignedStore
 from murmura.transports.watched_store import Watch, WatchedStore, nobody, poll, run_watched
@@ -192,8 +193,7 @@ class _Rendezvous:
         self, store: Store, rank: int, world_size: int, timeout: float, reporter: Reporter, watch: Watch
     ) -> None:
         self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
-        self._reporter = reporter
-        self._watch = watch
+        self._reporter, self._watch = reporter, watch
         self._own = _Entry("", secrets.token_hex(8), host_identity(), pid_namespace(), os.getpid())
         self._unreadable: dict[str, float] = {}  # since when, by key
         self._looked = 0.0

@@ -1,17 +1,28 @@
-"""Stall notes: whom a rank waits for in vain, told where every rank of the world can read it.
+"""Waits that take long: when a rank warns, when it gives up, and how it finds the rank that holds up the others.
 
-A rank may wait for a peer that lives and waits for a third one on another channel; their deadlines pass together. So a
-rank whose deadline passes first tells whom it waits for, then gives the others a grace to tell the same, and blames the
-rank at the end of the chain, which has told nothing. Ranks here are those of the world.
+Stall notes say whom a rank waits for in vain, where every rank of the world can read it. A rank may wait for a peer
+that lives and waits for a third one on another channel; their deadlines pass together. So a rank whose deadline passes
+first tells whom it waits for, then gives the others a grace to tell the same, and blames the rank at the end of the
+chain, which has told nothing. Ranks here are those of the world.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-__all__ = ["StallNotes", "at_fault", "grace_seconds"]
+from murmura.collectives.deadline import Deadline
+from murmura.errors import name_ranks
 
+if TYPE_CHECKING:
+    from murmura.transports.error_reporter import Reporter
+
+__all__ = ["StallNotes", "WaitDeadline", "at_fault", "follow", "grace_seconds"]
+
+log = logging.getLogger("murmura")
+
+WARN_SECONDS = 10.0  # of waiting, until a rank warns for the first time
 FEW_SECONDS, MOST_SECONDS = 0.6, 2.0
 
 
@@ -44,3 +55,57 @@ def at_fault(awaited: Sequence[int], notes: StallNotes, own: int) -> list[int]:
         if not further:
             last.append(rank)
     return last or list(awaited)
+
+
+def follow(peer: int, awaits: Callable[[int], int | None]) -> int:
+    """The rank at the end of the chain of waits from `peer`: `awaits(r)` is whom r waits for. In a circle, `peer`."""
+    seen = [peer]
+    while (awaited := awaits(seen[-1])) is not None:
+        if awaited in seen:
+            return peer
+        seen.append(awaited)
+    return seen[-1]
+
+
+class WaitDeadline(Deadline):
+    """The deadline of one wait for peers; it warns when the wait has become long, each time after twice as long.
+
+    With `notes` a wait whose time is up goes on for a grace, in which whoever is awaited may tell why it does not come.
+    """
+
+    def __init__(
+        self, reporter: Reporter, operation: str, timeout: float | None = None, notes: StallNotes | None = None
+    ) -> None:
+        super().__init__(timeout)
+        self._reporter = reporter
+        self._operation = operation
+        self._notes = notes
+        self._grace = 0.0
+        self._warn_after = WARN_SECONDS
+
+    @property
+    def remaining(self) -> float:
+        return super().remaining + self._grace
+
+    def end(self) -> None:
+        """Nobody is awaited any more."""
+        if self._grace and self._notes is not None:
+            self._notes.tell([])
+
+    def check(self, awaited: Sequence[int], state: str = "", *, certain: bool = False) -> None:
+        """Raise `PeerTimeout` if the time is up, without a grace if `certain`; warn if the wait has become long."""
+        waited = self.waited
+        if waited >= self.timeout + self._grace:
+            if self._notes is not None and not self._grace:
+                self._notes.tell(self._reporter.names(awaited))
+                if not certain:
+                    self._grace = grace_seconds(self.timeout)
+                    return
+            raise self._reporter.timed_out(awaited, self._operation, waited, state, self._notes)
+        if waited >= self._warn_after and not self._grace:
+            self._warn_after *= 2
+            log.warning(
+                "rank %d has waited %.0f s for %s in %s; it gives up after %.0f s.%s",
+                self._reporter.own, waited, name_ranks(self._reporter.names(awaited)), self._operation, self.timeout,
+                f" {state}" if state else "",
+            )  # fmt: skip

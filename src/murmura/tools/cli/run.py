@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from murmura.algorithms.names import algorithm_named
-from murmura.config import seconds, setting_from_env
+from murmura.environment import seconds, setting_from_env
 from murmura.launch.launcher import launch
 from murmura.launch.plan import LaunchPlan, num_cores, parse_num_ranks, read_secret
 from murmura.tools.cli.failures import exit_on_error

@@ -11,7 +11,8 @@ from typing import IO
 
 from murmura.errors import ConfigError, PeerLost, PeerTimeout
 from murmura.launch.root_cause import describe_status, find_failure
-from murmura.launch.supervisor import RankCommand, SignalException, supervise
+from murmura.launch.signals import SignalException
+from murmura.launch.supervisor import RankCommand, supervise
 from murmura.tools.lab.network import Host
 
 PORT = 29500  # free: nothing else runs in the namespaces

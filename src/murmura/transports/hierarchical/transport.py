@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from murmura.collectives.deadline import Deadline
-from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportError
+from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportError, mismatch
 from murmura.observe.probe import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import describe_exchange
-from murmura.transports.failures import ExitNotice, WaitDeadline, mismatch
+from murmura.transports.error_reporter import ExitNotice
 from murmura.transports.hierarchical import groups
 from murmura.transports.hierarchical.groups import SEGMENTS_AHEAD, ManagedGroup, cut
 from murmura.transports.host import leaders_of, members_of
@@ -31,6 +31,7 @@ from murmura.transports.process_group import Check, ProcessGroupTransport
 from murmura.transports.rendezvous import Store, under
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.shared_memory import SharedMemoryTransport
+from murmura.transports.stalls import WaitDeadline
 from murmura.types import ReduceOp, parse
 
 __all__ = ["HierarchicalTransport"]

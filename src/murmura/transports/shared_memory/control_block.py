@@ -12,17 +12,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import select
 import struct
 from collections.abc import Callable, Sequence
 
 from murmura.collectives.chunks import SMALL_BYTES
 from murmura.observe.probe import Probe
-from murmura.transports.failures import DIED, ExitNotice, Reporter, WaitDeadline, follow
+from murmura.transports.error_reporter import DIED, ExitNotice, Reporter
+from murmura.transports.liveness import PidfdPoll, process_state
 from murmura.transports.shared_memory import futex
 from murmura.transports.shared_memory.arena import PAGE_BYTES, round_up
 from murmura.transports.shared_memory.segment import Segment
-from murmura.transports.stalls import StallNotes
+from murmura.transports.stalls import StallNotes, WaitDeadline, follow
 
 # Words of a block. The first eight share a cache line: what a collective of small messages reads of a peer.
 ENTERED = 0  # number of the collective entered last
@@ -96,10 +96,7 @@ class ControlBlock:
         self.spins = 0 if crowded else SPINS
         self._asleep = [self.at[peer] + ASLEEP for peer in self.peers]
         self._life_fds = list(life_fds)
-        self._rank_of = {life_fds[peer]: peer for peer in self.peers}
-        self._deaths = select.poll()
-        for fd in self._rank_of:
-            self._deaths.register(fd, select.POLLIN)
+        self._liveness = PidfdPoll({life_fds[peer]: peer for peer in self.peers})
         self._num_wakes = 0
         step = round_up(slot_bytes(self.world_size)) + PAGE_BYTES
         # A processor takes a load for a store to another page at the same offset, and waits; tensors often begin at
@@ -207,7 +204,7 @@ class ControlBlock:
 
     def _check_exited(self, missing: Callable[[], list[int]], operation: str, waited: float) -> None:
         gone = {peer: self._exit_notice_of(peer) for peer in missing() if self.read(peer, EXITED)}
-        dead = {self._rank_of[fd] for fd, _ in self._deaths.poll(0)}
+        dead = self._liveness.dead()
         self.fence()
         for peer in missing():  # again: whoever left may have done its part before
             if peer in gone:
@@ -302,14 +299,3 @@ class SegmentNotes:
     def awaited_by(self, rank: int) -> Sequence[int]:
         awaited = self._words[self._at[rank] + STALLED]
         return [awaited - 1] if 0 < awaited <= len(self._at) else ()
-
-
-def process_state(pidfd: int) -> tuple[int, str]:
-    """The pid and the state letter (R, S, T, Z, …) of a process; (-1, "") if /proc does not show it."""
-    try:
-        with open(f"/proc/self/fdinfo/{pidfd}") as info:
-            pid = next(int(line.split()[1]) for line in info if line.startswith("Pid:"))
-        with open(f"/proc/{pid}/stat") as stat:
-            return pid, stat.read().rpartition(")")[2].split()[0]
-    except (OSError, StopIteration):
-        return -1, ""

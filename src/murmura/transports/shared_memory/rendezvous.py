@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass
 
 from murmura.errors import RendezvousError
+from murmura.transports.liveness import open_life_fd
 from murmura.transports.watched_store import Watch, nobody
 
 GREET_SECONDS = 5.0  # for a client to say who it is
@@ -60,7 +61,7 @@ def meet(
     All must know the same `secret`. `watch` tells of ranks that cannot come any more.
     """
     deadline = time.monotonic() + timeout
-    life_fd, own_life = _open_life_fd()
+    life_fd, own_life = open_life_fd()
     try:
         if rank == 0:
             assert segment_fd is not None
@@ -74,18 +75,6 @@ def meet(
     finally:
         os.close(life_fd)
     return Handles(fds[0], tuple(fds[1:]), own_life)
-
-
-def _open_life_fd() -> tuple[int, int]:
-    """Open a descriptor that becomes readable when this process dies; also return one to keep open until then, or -1.
-
-    It is a pidfd. Where the kernel has none (gVisor, for one), it is the read end of a pipe, which becomes readable
-    when the write end is closed: too late, if a forked child still holds that.
-    """
-    try:
-        return os.pidfd_open(os.getpid()), -1
-    except (OSError, AttributeError):
-        return os.pipe()
 
 
 @dataclass

@@ -17,7 +17,7 @@ from murmura.observe.probe import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Async, Op, Pairs, Seconds, Sync, Transport
 from murmura.transports.checks import check_timeout, describe, describe_call, flatten, store
-from murmura.transports.failures import ExitNotice
+from murmura.transports.error_reporter import ExitNotice
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.shared_memory import futex, rendezvous
 from murmura.transports.shared_memory.all_reduce import all_reduce_in_segment

@@ -1,4 +1,4 @@
-"""The errors of a transport: who waited for whom, in which operation, and what to do.
+"""The `Reporter` puts rank numbers into the errors of a transport, and an `ExitNotice` tells the peers of a failure.
 
 Every number in them, in texts and in fields, is a rank of the world, also on a channel of fewer ranks: a `Reporter`
 is given the ranks of its channel and names those of the world. A rank that leaves or fails gives its peers an
@@ -8,62 +8,26 @@ is given the ranks of its channel and names those of the world. A rank that leav
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from murmura.collectives.deadline import Deadline
-from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportClosed, TransportError
-from murmura.transports.stalls import StallNotes, at_fault, grace_seconds
+from murmura.errors import (
+    CollectiveMismatch,
+    PeerLost,
+    PeerTimeout,
+    TransportClosed,
+    TransportError,
+    mismatch,
+    name_ranks,
+    peer_lost,
+    peer_timeout,
+)
+from murmura.transports.stalls import StallNotes, at_fault
 
-__all__ = ["DIED", "ExitNotice", "Reporter", "WaitDeadline", "follow", "mismatch", "words_of"]
+__all__ = ["DIED", "ExitNotice", "Reporter", "words_of"]
 
-log = logging.getLogger("murmura")
-
-STALL_SECONDS = 10.0
 DIED = "died: it was killed, or exited without closing"
 KINDS = ("left", "raised", "lost", "timeout", "mismatch")
-
-
-def _name(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-def _in(operation: str) -> str:
-    return f" in {operation}" if operation else ""
-
-
-def _peer_timeout(rank: int, awaited: Sequence[int], operation: str, waited: float, state: str = "") -> PeerTimeout:
-    return PeerTimeout(
-        f"rank {rank} waited {waited:.1f} s for {_name(awaited)}{_in(operation)}. {state}"
-        f"{' ' if state else ''}If they are only slow, raise the timeout (DistributedConfig.timeout, or timeout= of "
-        "the call); if they are stuck, look at what they do (py-spy dump --pid PID).",
-        rank=rank,
-        peer=awaited[0],
-        operation=operation or None,
-    )
-
-
-def _peer_lost(rank: int, peer: int, operation: str, story: str) -> PeerLost:
-    return PeerLost(
-        f"rank {rank} lost rank {peer}{_in(operation)}: rank {peer} {story}. "
-        f"Look at rank {peer}'s own output for the cause; this transport is unusable, so start the world anew.",
-        rank=rank,
-        peer=peer,
-        operation=operation or None,
-    )
-
-
-def mismatch(rank: int, operation: str, calls: Mapping[int, str]) -> CollectiveMismatch:
-    """The table of who called what; ranks that did not say are listed as such."""
-    rows = "\n".join(f"  rank {each}: {call}" for each, call in sorted(calls.items()))
-    return CollectiveMismatch(
-        f"rank {rank}: the ranks disagree in {operation}:\n{rows}\n"
-        "Every rank must call the same operations in the same order, with the same dtype and shape.",
-        dict(calls),
-    )
 
 
 def words_of(error: BaseException) -> str:
@@ -81,16 +45,6 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ if error.__suppress_context__ else error.__cause__ or error.__context__
-
-
-def follow(peer: int, awaits: Callable[[int], int | None]) -> int:
-    """The rank at the end of the chain of waits from `peer`: `awaits(r)` is whom r waits for. In a circle, `peer`."""
-    seen = [peer]
-    while (awaited := awaits(seen[-1])) is not None:
-        if awaited in seen:
-            return peer
-        seen.append(awaited)
-    return seen[-1]
 
 
 @dataclass(frozen=True)
@@ -128,14 +82,14 @@ class ExitNotice:
         error: TransportError
         if self.culprit == rank:  # the others gave up on it
             told = self.story if self.kind == "timeout" else f"gave up on rank {rank}, which {self.story}"
-            error = _peer_lost(rank, witness, operation, told)
+            error = peer_lost(rank, witness, operation, told)
         elif self.kind == "timeout":
             first = f"Rank {witness} gave up on it first." if witness not in (rank, self.culprit) else ""
-            error = _peer_timeout(rank, [self.culprit], operation, waited, first)
+            error = peer_timeout(rank, [self.culprit], operation, waited, first)
         elif self.kind == "lost" and self.story.startswith("raised Peer"):
-            error = _peer_lost(rank, self.culprit, operation, f"was lost to rank {witness} before, which {self.story}")
+            error = peer_lost(rank, self.culprit, operation, f"was lost to rank {witness} before, which {self.story}")
         else:
-            error = lost = _peer_lost(rank, self.culprit, operation, self.story)
+            error = lost = peer_lost(rank, self.culprit, operation, self.story)
             lost.left = self.kind == "left"
         error.cause = self
         return error
@@ -181,7 +135,7 @@ class Reporter:
     def lost(self, peer: int, operation: str, story: str = DIED) -> PeerLost:
         """`story` says what became of `peer`: "raised ValueError: …"."""
         culprit = self.world_rank(peer)
-        error = _peer_lost(self.own, culprit, operation, story)
+        error = peer_lost(self.own, culprit, operation, story)
         error.cause = ExitNotice(culprit, story, "lost", self.own)
         return error
 
@@ -192,8 +146,8 @@ class Reporter:
         names = self.names(awaited)
         guilty = names if notes is None else at_fault(names, notes, self.own)
         if guilty != names:
-            state = f"This rank needs {_name(names)} in it, and those wait themselves."
-        error = _peer_timeout(self.own, guilty, operation, waited, state)
+            state = f"This rank needs {name_ranks(names)} in it, and those wait themselves."
+        error = peer_timeout(self.own, guilty, operation, waited, state)
         assert error.peer is not None
         error.cause = ExitNotice(error.peer, f"raised {words_of(error)}", "timeout", self.own)
         return error
@@ -235,47 +189,3 @@ class Reporter:
         error = type(first)(message, rank=rank, peer=first.peer, operation=first.operation or operation or None)
         error.cause = first.cause
         return error
-
-
-class WaitDeadline(Deadline):
-    """The deadline of one wait for peers; it warns when the wait has become long, each time after twice as long.
-
-    With `notes` a wait whose time is up goes on for a grace, in which whoever is awaited may tell why it does not come.
-    """
-
-    def __init__(
-        self, reporter: Reporter, operation: str, timeout: float | None = None, notes: StallNotes | None = None
-    ) -> None:
-        super().__init__(timeout)
-        self._reporter = reporter
-        self._operation = operation
-        self._notes = notes
-        self._grace = 0.0
-        self._warn_after = STALL_SECONDS
-
-    @property
-    def remaining(self) -> float:
-        return super().remaining + self._grace
-
-    def end(self) -> None:
-        """Nobody is awaited any more."""
-        if self._grace and self._notes is not None:
-            self._notes.tell([])
-
-    def check(self, awaited: Sequence[int], state: str = "", *, certain: bool = False) -> None:
-        """Raise `PeerTimeout` if the time is up, without a grace if `certain`; warn if the wait has become long."""
-        waited = self.waited
-        if waited >= self.timeout + self._grace:
-            if self._notes is not None and not self._grace:
-                self._notes.tell(self._reporter.names(awaited))
-                if not certain:
-                    self._grace = grace_seconds(self.timeout)
-                    return
-            raise self._reporter.timed_out(awaited, self._operation, waited, state, self._notes)
-        if waited >= self._warn_after and not self._grace:
-            self._warn_after *= 2
-            log.warning(
-                "rank %d has waited %.0f s for %s in %s; it gives up after %.0f s.%s",
-                self._reporter.own, waited, _name(self._reporter.names(awaited)), self._operation, self.timeout,
-                f" {state}" if state else "",
-            )  # fmt: skip
