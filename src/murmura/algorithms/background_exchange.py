@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from murmura.transports.base import Transport
+from murmura.transports.cuda_launches import OnStream
 from murmura.transports.serial_executor import Ticket
 
 
@@ -53,24 +54,29 @@ class BackgroundExchanges:
 
     def start(self, what: str, tensors: Sequence[Tensor], work: Callable[[], None]) -> PendingExchange:
         """Run `work` on `tensors`, which must not be used until `wait` returns."""
-        streams = []
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-            stream = self._channel.communication_stream(device)
-            streams.append(stream)
-            if device not in self._filled:
-                self._filled[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._filled[device].record(torch.cuda.current_stream(device))
-            stream.wait_event(self._filled[device])
-        if not streams:
-            return PendingExchange(self._channel, self._channel.submit_job(what, torch.no_grad()(work)))
+        streams: dict[torch.device, torch.cuda.Stream] = {}
         for tensor in tensors:
-            if tensor.is_cuda:  # if it is dropped after an error, its memory is not reused before the stream is done
-                tensor.record_stream(self._channel.communication_stream(tensor.device))
+            if tensor.is_cuda:
+                device = tensor.device
+                if device not in streams:
+                    streams[device] = self._follow(device)
+                tensor.record_stream(streams[device])  # if it is dropped after an error, the stream may still use it
+        sides = list(streams.values())
 
         def run() -> None:
             with torch.no_grad(), contextlib.ExitStack() as current:
-                for stream in streams:
-                    current.enter_context(torch.cuda.stream(stream))
+                for side in sides:
+                    current.enter_context(OnStream(side))
                 work()
 
-        return PendingExchange(self._channel, self._channel.submit_job(what, run), streams)
+        return PendingExchange(self._channel, self._channel.submit_job(what, run), sides)
+
+    def _follow(self, device: torch.device) -> torch.cuda.Stream:
+        """The communication stream, which waits for what the current one has to do by now."""
+        stream = self._channel.communication_stream(device)
+        filled = self._filled.get(device)
+        if filled is None:
+            filled = self._filled[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        filled.record(torch.cuda.current_stream(device.index))
+        stream.wait_event(filled)
+        return stream

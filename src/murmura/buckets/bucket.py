@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,21 @@ class Bucket:
 
     def copy_gradient_in(self, slot: int) -> None:
         """Copy the gradient of `parameters[slot]` into the bucket, and make `.grad` a view of it there."""
+        gradient = self._outside(slot)
+        if gradient is not None:
+            self.views[slot].copy_(gradient)
+            self.parameters[slot].grad = self.views[slot]
+
+    def copy_gradients_in(self, slots: Iterable[int]) -> None:
+        """As `copy_gradient_in` for each of `slots`, but on a GPU in one kernel for many."""
+        outside = {slot: gradient for slot in slots if (gradient := self._outside(slot)) is not None}
+        if outside:
+            torch._foreach_copy_([self.views[slot] for slot in outside], list(outside.values()))
+        for slot in outside:
+            self.parameters[slot].grad = self.views[slot]
+
+    def _outside(self, slot: int) -> Tensor | None:
+        """The gradient of `parameters[slot]`, if it is not in the bucket already; `UsageError` if it does not fit."""
         parameter, view = self.parameters[slot], self.views[slot]
         gradient = parameter.grad
         assert gradient is not None
@@ -55,8 +70,8 @@ class Bucket:
                     f"the gradient of {self.names[slot]!r} has a graph of its own, which no exchange can keep. "
                     "Instead of backward(create_graph=True) use torch.autograd.grad, and then a plain backward."
                 )
-            view.copy_(gradient)
-            parameter.grad = view
+            return gradient
+        return None
 
     def __repr__(self) -> str:
         return (

@@ -77,7 +77,7 @@ class GradientReducer:
         self._ready = [[False] * len(bucket.parameters) for bucket in self.buckets]
         self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
         self._tickets: list[PendingExchange] = []
-        self._streams: dict[torch.cuda.Stream, None] = {}  # on which gradients of the next bucket were copied
+        self._streams: dict[int, torch.cuda.Stream] = {}  # those on which gradients of the round have come
         self._failure: BaseException | None = None  # of the first exchange of the round that failed
         self._before = None
         self.observed = []
@@ -110,9 +110,10 @@ class GradientReducer:
                 "exchanged. Does a checkpointed block run twice? Use checkpoint(..., use_reentrant=False); or "
                 "accumulate inside ddp.no_sync() and call ddp.sync_gradients() after the last backward."
             )
-        bucket.copy_gradient_in(slot)
         if bucket.flat.is_cuda:
-            self._streams[torch.cuda.current_stream(bucket.flat.device)] = None
+            self._note_stream(bucket.flat.get_device())
+        else:
+            bucket.copy_gradient_in(slot)
         if not self._ready[bucket.index][slot]:
             self._ready[bucket.index][slot] = True
             self._num_missing[bucket.index] -= 1
@@ -132,7 +133,8 @@ class GradientReducer:
                     continue
                 # A gradient from before counts even if the last micro-batch did not use the parameter, or it is frozen.
                 if parameter.grad is not None:
-                    bucket.copy_gradient_in(slot)
+                    if not bucket.flat.is_cuda:
+                        bucket.copy_gradient_in(slot)
                     self._ready[bucket.index][slot] = True
                 else:
                     bucket.views[slot].zero_()
@@ -147,7 +149,28 @@ class GradientReducer:
             self._settle(tail, averages and weighs, number)
         self.reset()
 
+    def _note_stream(self, device: int) -> None:
+        """A gradient has come on the current stream of `device`."""
+        raw: int = torch._C._cuda_getCurrentRawStream(device)  # a Stream object would cost as much as the rest
+        if raw not in self._streams:
+            self._streams[raw] = torch.cuda.current_stream(device)
+
+    def _gather(self, bucket: Bucket) -> None:
+        """Copy all gradients of `bucket`, which are on a GPU, into it, after the streams that they came on."""
+        current = torch.cuda.current_stream(bucket.flat.device)
+        ready = [slot for slot, is_ready in enumerate(self._ready[bucket.index]) if is_ready]
+        for stream in self._streams.values():
+            if stream != current:
+                current.wait_stream(stream)
+                for slot in ready:
+                    gradient = bucket.parameters[slot].grad
+                    if gradient is not None:  # its memory must outlive the copy, on whichever stream it was made
+                        gradient.record_stream(current)
+        bucket.copy_gradients_in(ready)
+
     def _send(self, bucket: Bucket, number: int) -> None:
+        if bucket.flat.is_cuda:
+            self._gather(bucket)
         what = f"bucket {bucket.index} (first parameter {bucket.names[0]!r}) of round {number}"
 
         def exchange() -> None:
@@ -157,11 +180,6 @@ class GradientReducer:
         self._tickets.append(self._submit(what, exchange, bucket.flat))
 
     def _submit(self, what: str, exchange: Callable[[], None], tensor: Tensor) -> PendingExchange:
-        for stream in self._streams:  # backward may run on several, and each may have brought a part
-            current = torch.cuda.current_stream(stream.device)
-            if stream != current:
-                current.wait_stream(stream)
-
         def run() -> None:
             if self._failure is not None:  # to the peers a later exchange would look like the one that failed
                 raise self._failure

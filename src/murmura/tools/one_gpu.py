@@ -152,16 +152,16 @@ class OneGPU:
         return result if error is None else error
 
     def _stop(self) -> None:
-        for pipe in self._pipes:
+        pipes, processes, self._pipes, self._processes = self._pipes, self._processes, [], []
+        for pipe in pipes:
             pipe.close()  # which ends a rank that waits for a call
         deadline = time.monotonic() + GRACE_SECONDS
-        for process in self._processes:
+        for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode is None:
                 process.kill()
                 process.join()
             process.close()
-        self._processes, self._pipes = [], []
 
 
 def _serve(rank: int, world_size: int, variables: dict[str, str], store_file: str, timeout: float, pipe: Any) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from murmura.collectives.deadline import Deadline
-from murmura.transports.serial_executor import Ticket
+from murmura.transports.serial_executor import EndedTicket, Ticket
 
 LOOK_SECONDS = 0.1  # between two looks of the watchdog
 SUSPECT_SECONDS = 0.5  # after which an operation that goes on makes it look for ranks that have failed
@@ -88,26 +88,44 @@ class Launching(Protocol):
         ...
 
 
-class StreamTicket(Ticket):
+class StreamTicket(EndedTicket):
     """An operation launched on a stream of its own; `wait` makes the current stream wait for it, not the host."""
 
-    def __init__(self, operation: str, launches: CudaLaunches) -> None:
-        super().__init__(operation)
-        self.ended: torch.cuda.Event | None = None
+    def __init__(self, operation: str, launches: CudaLaunches, result: Any, ended: torch.cuda.Event) -> None:
+        super().__init__(operation, result)
+        self._ended = ended
         self._launches = launches
 
     def done(self) -> bool:
-        return super().done() and (self.ended is None or _is_done(self.ended))
+        return _is_done(self._ended)
 
     def wait(self, timeout: float | None = None) -> Any:
         """As a ticket's; with a `timeout` the host waits until the device is done."""
-        result = super().wait(timeout)
-        if self.ended is not None:
-            if timeout is not None and not self._launches.await_event(self.ended, self._operation, timeout):
-                raise self.late(timeout)
-            torch.cuda.current_stream(self._launches.device).wait_event(self.ended)
-            self._launches.raise_failure(self._operation)
-        return result
+        if timeout is not None and not self._launches.await_event(self._ended, self._operation, timeout):
+            raise self.late(timeout)
+        torch.cuda.current_stream(self._launches.device).wait_event(self._ended)
+        self._launches.raise_failure(self._operation)
+        return self._result
+
+    def await_end(self, seconds: float) -> bool:
+        return self._launches.await_event(self._ended, self._operation, seconds)
+
+
+class OnStream:
+    """Inside it `stream` is the current one; as `torch.cuda.stream`, at half its cost where the device is current."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._device = torch.cuda.current_device()
+
+    def __enter__(self) -> None:
+        self._before = torch.cuda.current_stream(self._stream.device_index)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *failure: object) -> None:
+        torch.cuda.set_stream(self._before)
+        if self._device != self._stream.device_index:
+            torch.cuda.set_device(self._device)
 
 
 class CudaLaunches:
@@ -127,19 +145,19 @@ class CudaLaunches:
         self._watchdog: Watchdog = Watchdog() if parent is None else parent._watchdog
         self._watchdog.watch(self)
 
-    def launch(self, start: Callable[[], Any], operation: str, call: str, awaited: Sequence[int], limit: float) -> None:
-        """Launch what `start` starts, a work of torch's, a list of them, or None, on the current stream."""
-        stream = torch.cuda.current_stream(self.device)
+    def launch(
+        self, start: Callable[[None], Any], operation: str, call: str, awaited: Sequence[int], limit: float
+    ) -> None:
+        """Launch what `start` starts, a work of torch's or None, on the current stream; it must end within `limit`."""
+        stream = torch.cuda.current_stream(self.device.index)
         self.order.enter(stream)
         began, ended = self._event(), self._event()
         began.record(stream)
-        works = start()
-        for work in works if isinstance(works, list) else [works]:
-            if work is not None:  # it ran on a stream of torch's own: without a time-out only this stream waits for it
-                work.wait()
+        work = start(None)
+        if work is not None:  # it runs on a stream of torch's own: without a time-out only this stream waits for it
+            work.wait()
         ended.record(stream)
-        named = f"{operation} of {self.job}" if self.job else operation
-        self._pending.append(Launch(named, call, awaited, limit, began, ended))
+        self._pending.append(Launch(self.named(operation), call, awaited, limit, began, ended))
         self._watchdog.wake()
         if self.host_waits:
             self.await_event(ended, operation)
@@ -149,29 +167,30 @@ class CudaLaunches:
 
     def run(self, what: str, work: Callable[[], Any]) -> Ticket:
         """Run `work`, which launches operations, at once: the ticket has ended when this returns."""
-        ticket, before, self.job = Ticket(what), self.job, what
+        before, self.job = self.job, what
         try:
-            ticket.finish(work())
+            return EndedTicket(what, work())
         except BaseException as error:  # carried to whoever waits for the ticket
-            ticket.fail(error)
+            return EndedTicket(what, error=error)
         finally:
             self.job = before
-        return ticket
 
-    def run_beside(self, operation: str, work: Callable[[], Any], tensors: Sequence[Tensor]) -> StreamTicket:
+    def named(self, operation: str) -> str:
+        """`operation`, and what it is for."""
+        return f"{operation} of {self.job}" if self.job else operation
+
+    def run_beside(self, operation: str, work: Callable[[], Any], tensors: Sequence[Tensor]) -> Ticket:
         """Run `work` on the communication stream, after what the current one has to do by now."""
-        side, ticket = self.order.stream, StreamTicket(operation, self)
+        side = self.order.stream
         side.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in tensors:
             tensor.record_stream(side)  # it may be dropped before the device has come to it
         try:
-            with torch.cuda.stream(side):
-                ticket.finish(work())
+            with OnStream(side):
+                result = work()
         except BaseException as error:  # carried to whoever waits for the ticket
-            ticket.fail(error)
-        else:
-            ticket.ended = side.record_event()
-        return ticket
+            return EndedTicket(operation, error=error)
+        return StreamTicket(operation, self, result, side.record_event())
 
     def await_event(self, event: torch.cuda.Event, operation: str, timeout: float | None = None) -> bool:
         """Let the host wait for `event`, at most `timeout` seconds; whether it came. Raises if the operation fails."""

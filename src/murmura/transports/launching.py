@@ -55,28 +55,28 @@ class LaunchingTransport(Transport):
         if self.launches is None:
             return super().run_operation(name, work, async_op, sent, received)
         tensors = [*sent, *received]
-        is_staged = not all(tensor.is_cuda for tensor in tensors)
-
-        def launch() -> Any:
-            with self.host_waiting(is_staged):
-                return work()
-
-        if not async_op or is_staged:
-            return super().run_operation(name, launch, async_op, sent, received)
-        run = partial(super().run_operation, name, launch, False, sent, received)
+        if not all(tensor.is_cuda for tensor in tensors):
+            return super().run_operation(name, partial(self._run_staged, work), async_op, sent, received)
+        if not async_op:
+            return super().run_operation(name, work, False, sent, received)
+        run = partial(super().run_operation, name, work, False, sent, received)
         return self.launches.run_beside(f"{name} on rank {self.rank}", run, tensors)
+
+    def _run_staged(self, work: Callable[[], Any]) -> Any:
+        with self.host_waiting():
+            return work()
 
     def submit_job(self, what: str, work: Callable[[], Any]) -> Ticket:
         return super().submit_job(what, work) if self.launches is None else self.launches.run(what, work)
 
     @contextlib.contextmanager
-    def host_waiting(self, waits: bool) -> Iterator[None]:
-        """Inside it the host waits for the device, if `waits`, because it reads what comes."""
+    def host_waiting(self) -> Iterator[None]:
+        """Inside it the host waits for the device, because it reads what comes."""
         launches = self.launches
         if launches is None:
             yield
             return
-        before, launches.host_waits = launches.host_waits, waits
+        before, launches.host_waits = launches.host_waits, True
         try:
             yield
         finally:

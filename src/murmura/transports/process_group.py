@@ -248,7 +248,7 @@ class ProcessGroupTransport(LaunchingTransport):
             super().do_all_to_all(sends, recvs, timeout)
             return
         self.compare_calls("all_to_all()", timeout)
-        options = self._limited(dist.AllToAllOptions(), timedelta())
+        options = self._limited(dist.AllToAllOptions(), None)
         outgoing, incoming = ([group_messages.raw(each) for each in tensors] for tensors in (sends, recvs))
         self._await(lambda limit: self._group.alltoall(incoming, outgoing, options), timeout)
 
@@ -258,14 +258,14 @@ class ProcessGroupTransport(LaunchingTransport):
         self.compare_calls("barrier()", timeout)
         token = torch.zeros(1, device=self.device)
         options = dist.AllreduceOptions()
-        with self.host_waiting(True):
+        with self.host_waiting():
             self._await(lambda limit: self._group.allreduce([token], self._limited(options, limit)), timeout)
 
     def compare_calls(self, call: str, timeout: float | None) -> None:
         self._call, self._awaited = call, self._peers
         if self.check is Check.ALWAYS and self.world_size > 1:
             seconds = self.seconds(timeout)
-            with self.host_waiting(True):
+            with self.host_waiting():
                 agreement.on_collective(self.move, call, self.rank, self.reporter, self.operation, seconds, self.device)
 
     # Waiting and failing
@@ -306,7 +306,7 @@ class ProcessGroupTransport(LaunchingTransport):
         if not sends and not recvs:
             return
 
-        def start(limit: timedelta) -> Any:
+        def start(limit: timedelta | None) -> Any:
             if self._on_cuda:
                 return group_messages.start_coalesced(self._group, self.device, sends, recvs)
             works = [self._group.recv([out.view(torch.uint8)], src, 0) for out, src in recvs]
@@ -336,16 +336,17 @@ class ProcessGroupTransport(LaunchingTransport):
                 self._group, lambda work: _wait(work, deadline), outgoing, dst, incoming, src
             )
 
-    def _await(self, start: Callable[[timedelta], Any], timeout: float | None) -> None:
+    def _await(self, start: Callable[[timedelta | None], Any], timeout: float | None) -> None:
         """Start works of the group and wait for all of them; translate their errors into ours."""
         deadline = Deadline(self.seconds(timeout))
+        if self.launches is not None:
+            try:
+                self.launches.launch(start, self.operation, self._call, self._awaited, deadline.timeout)
+            except (RuntimeError, ValueError) as error:
+                raise self._translate(error, deadline.waited) from error
+            return
         with self._translated(deadline):
-            limit = timedelta(seconds=deadline.timeout)
-            if self.launches is not None:
-                begin = partial(start, limit)
-                self.launches.launch(begin, self.operation, self._call, self._awaited, deadline.timeout)
-                return
-            works = start(limit)
+            works = start(timedelta(seconds=deadline.timeout))
             for work in works if isinstance(works, list) else [works]:
                 _wait(work, deadline)
 
@@ -354,12 +355,15 @@ class ProcessGroupTransport(LaunchingTransport):
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            waited = deadline.waited
-            if self.failure is not None:  # aborted meanwhile, or closed, which is the cause
-                raise self.reporter.aborted(self.failure, self.operation, waited) from error
-            if self.closed:
-                raise self.reporter.closed(self.operation) from error
-            raise self._explain(error, waited) from error
+            raise self._translate(error, deadline.waited) from error
+
+    def _translate(self, error: Exception, waited: float) -> Exception:
+        operation = self.operation if self.launches is None else self.launches.named(self.operation)
+        if self.failure is not None:  # aborted meanwhile, or closed, which is the cause
+            return self.reporter.aborted(self.failure, operation, waited)
+        if self.closed:
+            return self.reporter.closed(operation)
+        return self._explain(error, waited)
 
     def known_cause(self, launch: Launch, waited: float) -> BaseException | None:
         return None if self._failure_log is None else self._failure_log.cause(launch.operation, waited)
@@ -370,13 +374,13 @@ class ProcessGroupTransport(LaunchingTransport):
 
     def _explain(self, error: Exception, waited: float) -> Exception:
         """Translate an error of the group into one of ours."""
-        return self._told(error, self.operation or "an operation", self._call, self._awaited, waited)
+        operation = self.operation if self.launches is None else self.launches.named(self.operation)
+        return self._told(error, operation or "an operation", self._call, self._awaited, waited)
 
     def _told(self, error: Exception, operation: str, call: str, awaited: Sequence[int], waited: float) -> Exception:
         timed_out = is_timeout(error)
         if self._failure_log is None:
-            kind = PeerTimeout if timed_out else TransportError
-            return kind(
+            return (PeerTimeout if timed_out else TransportError)(
                 f"rank {self.reporter.own}: {operation} failed after {waited:.1f} s: {error} "
                 "Which rank is at fault cannot be told, for this process group does not give its store.",
                 rank=self.reporter.own,
@@ -384,7 +388,7 @@ class ProcessGroupTransport(LaunchingTransport):
             )
         return self._failure_log.explain(call, operation, waited, awaited=awaited, timed_out=timed_out, told=error)
 
-    def _limited(self, options: Any, limit: timedelta) -> Any:
+    def _limited(self, options: Any, limit: timedelta | None) -> Any:
         if self.launches is None:
             options.timeout = limit
         else:  # on the current stream; how long it may take is the watchdog's business
