@@ -103,8 +103,12 @@ class StreamTicket(EndedTicket):
         """As a ticket's; with a `timeout` the host waits until the device is done."""
         if timeout is not None and not self._launches.await_event(self._ended, self._operation, timeout):
             raise self.late(timeout)
-        torch.cuda.current_stream(self._launches.device).wait_event(self._ended)
+        current = torch.cuda.current_stream(self._launches.device)
+        current.wait_event(self._ended)
         self._launches.raise_failure(self._operation)
+        for tensor in self._result if isinstance(self._result, list) else [self._result]:
+            if isinstance(tensor, Tensor) and tensor.is_cuda:  # it may have been made on the other stream
+                tensor.record_stream(current)
         return self._result
 
     def await_end(self, seconds: float) -> bool:
