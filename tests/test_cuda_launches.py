@@ -188,16 +188,47 @@ def test_a_ticket_makes_the_stream_wait_and_not_the_host(gpu: GPU) -> None:
     launches.close()
 
 
-def test_the_host_waits_where_it_reads(gpu: GPU) -> None:
+def test_the_host_waits_where_it_reads_and_for_no_kernel_of_training(gpu: GPU) -> None:
     owner = Owner()
     launches = CudaLaunches(owner, DEVICE)
-    launches.host_waits = True
-    timer = threading.Timer(0.1, gpu.training.done)
-    timer.start()
     launch(launches)
-    assert gpu.training.events[-1].is_done
-    timer.join()
+    with launches.apart():
+        own = gpu.current
+        assert own is not gpu.training
+        timer = threading.Timer(0.1, own.done)
+        timer.start()
+        launch(launches)
+        assert own.events[-1].is_done
+        timer.join()
+    assert gpu.current is gpu.training
+    assert own.waited_for == []
+    assert gpu.training.waited_for == [launches.order.stream]  # of the first launch
+    with launches.apart(with_current=True), launches.apart():
+        pass
+    assert own.waited_for == [gpu.training]
+    assert gpu.training.waited_for[-1] is own
+    gpu.training.done()
     launches.close()
+
+
+def test_threads_beside_training_have_no_common_order(gpu: GPU) -> None:
+    owner = Owner()
+    first = CudaLaunches(owner, DEVICE)
+    second = CudaLaunches(owner, DEVICE, first)
+    launch(first)
+    gpu.current = other = FakeStream()
+    for act, waited_for in (
+        (lambda: launch(second), []),
+        (lambda: second.run("bucket 0", lambda: launch(second)), [gpu.training]),
+    ):
+        thread = threading.Thread(target=act)
+        thread.start()
+        thread.join()
+        assert other.waited_for == waited_for
+    gpu.training.done()
+    other.done()
+    first.close()
+    second.close()
 
 
 def test_events_are_used_again(gpu: GPU) -> None:

@@ -7,11 +7,12 @@ device, and `Watchdog` ends, in a thread of its own, an operation whose deadline
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,16 +36,22 @@ class LaunchOrder:
 
     Every channel is a communicator of its own. Of two that run at once, in one order here and in another there, each
     can hold what the other needs, and neither ends. Ranks launch as their programs say, which is alike on all of them.
+    That holds for the thread that made the order and for what training launches; other threads have no common order,
+    and so must not be put into one.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._home = threading.get_ident()
         # What peers wait for goes before what only this rank needs.
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._last = self.stream  # of the operation launched last
 
-    def enter(self, stream: torch.cuda.Stream) -> None:
-        """An operation is about to be launched on `stream`: it begins after the one launched last."""
-        if self._last != stream:
+    def enter(self, stream: torch.cuda.Stream, *, in_job: bool) -> None:
+        """An operation is about to be launched on `stream`: it begins after the one launched last.
+
+        `in_job` if training launches it, in whichever thread.
+        """
+        if self._last != stream and (in_job or threading.get_ident() == self._home):
             stream.wait_stream(self._last)
             self._last = stream
 
@@ -142,7 +149,8 @@ class CudaLaunches:
         self.device = device
         self.order: LaunchOrder = LaunchOrder(device) if parent is None else parent.order
         self.job = ""
-        self.host_waits = False  # for the operation under way, whose result the host reads
+        self._apart: torch.cuda.Stream | None = None  # made when it is first needed
+        self._is_apart = False  # whether the operation under way runs there, and the host waits for it
         self._owner = weakref.ref(owner)
         self._pending: deque[Launch] = deque()
         self._events: list[torch.cuda.Event] = []  # of launches that are done: to make one takes longer than to use it
@@ -154,7 +162,8 @@ class CudaLaunches:
     ) -> None:
         """Launch what `start` starts, a work of torch's or None, on the current stream; it must end within `limit`."""
         stream = torch.cuda.current_stream(self.device.index)
-        self.order.enter(stream)
+        if not self._is_apart:
+            self.order.enter(stream, in_job=bool(self.job))
         began, ended = self._event(), self._event()
         began.record(stream)
         work = start(None)
@@ -163,7 +172,7 @@ class CudaLaunches:
         ended.record(stream)
         self._pending.append(Launch(self.named(operation), call, awaited, limit, began, ended))
         self._watchdog.wake()
-        if self.host_waits:
+        if self._is_apart:
             self.await_event(ended, operation)
 
     def _event(self) -> torch.cuda.Event:
@@ -195,6 +204,31 @@ class CudaLaunches:
         except BaseException as error:  # carried to whoever waits for the ticket
             return EndedTicket(operation, error=error)
         return StreamTicket(operation, self, result, side.record_event())
+
+    @contextlib.contextmanager
+    def apart(self, *, with_current: bool = False) -> Iterator[None]:
+        """Inside it the host waits for each operation, on a stream of this channel's own, in no order with others.
+
+        What the host reads depends on no kernel of training, so it need not wait for any; and threads that wait on
+        several channels, in another order on each rank, do not wait for each other. `with_current` if tensors of the
+        current stream take part all the same.
+        """
+        if self._is_apart:  # already: a part of such an operation
+            yield
+            return
+        if self._apart is None:
+            self._apart = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        own, current = self._apart, torch.cuda.current_stream(self.device.index)
+        if with_current:
+            own.wait_stream(current)
+        self._is_apart = True
+        try:
+            with OnStream(own):
+                yield
+        finally:
+            self._is_apart = False
+            if with_current:
+                current.wait_stream(own)
 
     def await_event(self, event: torch.cuda.Event, operation: str, timeout: float | None = None) -> bool:
         """Let the host wait for `event`, at most `timeout` seconds; whether it came. Raises if the operation fails."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -56,31 +57,22 @@ class LaunchingTransport(Transport):
             return super().run_operation(name, work, async_op, sent, received)
         tensors = [*sent, *received]
         if not all(tensor.is_cuda for tensor in tensors):
-            return super().run_operation(name, partial(self._run_staged, work), async_op, sent, received)
+            return super().run_operation(name, partial(self._run_staged, work, tensors), async_op, sent, received)
         if not async_op:
             return super().run_operation(name, work, False, sent, received)
         run = partial(super().run_operation, name, work, False, sent, received)
         return self.launches.run_beside(f"{name} on rank {self.rank}", run, tensors)
 
-    def _run_staged(self, work: Callable[[], Any]) -> Any:
-        with self.host_waiting():
+    def _run_staged(self, work: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
+        with self.host_waiting(with_current=any(tensor.is_cuda for tensor in tensors)):
             return work()
 
     def submit_job(self, what: str, work: Callable[[], Any]) -> Ticket:
         return super().submit_job(what, work) if self.launches is None else self.launches.run(what, work)
 
-    @contextlib.contextmanager
-    def host_waiting(self) -> Iterator[None]:
-        """Inside it the host waits for the device, because it reads what comes."""
-        launches = self.launches
-        if launches is None:
-            yield
-            return
-        before, launches.host_waits = launches.host_waits, True
-        try:
-            yield
-        finally:
-            launches.host_waits = before
+    def host_waiting(self, *, with_current: bool = False) -> AbstractContextManager[None]:
+        """Inside it the host waits for the device, because it reads what comes; see `CudaLaunches.apart`."""
+        return contextlib.nullcontext() if self.launches is None else self.launches.apart(with_current=with_current)
 
     def communication_stream(self, device: torch.device) -> torch.cuda.Stream:
         return super().communication_stream(device) if self.launches is None else self.launches.order.stream

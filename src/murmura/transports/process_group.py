@@ -256,9 +256,9 @@ class ProcessGroupTransport(LaunchingTransport):
         if self.world_size == 1:
             return
         self.compare_calls("barrier()", timeout)
-        token = torch.zeros(1, device=self.device)
         options = dist.AllreduceOptions()
         with self.host_waiting():
+            token = torch.zeros(1, device=self.device)
             self._await(lambda limit: self._group.allreduce([token], self._limited(options, limit)), timeout)
 
     def compare_calls(self, call: str, timeout: float | None) -> None:
