@@ -52,8 +52,14 @@ class BucketPlanner:
                 ParameterSpec(name, p.numel(), p.dtype, p.device)
                 for name, p in zip(replica.names, replica.parameters, strict=True)
             ]
-            limit = bucket_limit([specs[each] for each in self._order], self._bucket_bytes)
-            self._cut = plan_buckets(specs, self._order, limit)
+            # A launch on a GPU costs the same for any size and NCCL is faster the larger it is: as torch's DDP does it.
+            # The transport decides, not the parameters, for all ranks must plan alike.
+            device = replica.transport.device
+            if device is not None and device.type == "cuda":
+                self._cut = plan_buckets(specs, self._order, self._bucket_bytes, fills=True)
+            else:
+                limit = bucket_limit([specs[each] for each in self._order], self._bucket_bytes)
+                self._cut = plan_buckets(specs, self._order, limit)
         return self._cut
 
     def add(self, indices: Sequence[int]) -> bool:
