@@ -45,7 +45,9 @@ EXTRA_THIRD_PARTIES = {
     "compressors": {"triton"},
     "tools.cli": {"typer", "rich"},
     "integrations": {"lightning", "pytorch_lightning", "accelerate", "ray"},
-    "tools.bench": {"mpi4py"},
+    "tools.bench": {"mpi4py", "psutil"},
+    "tools.doctor": {"psutil"},
+    "tools.lab": {"psutil"},
 }
 # The settings of murmura itself; what torch and NCCL are told by variables only.
 MAY_USE_ENVIRONMENT = ("environment.py", "transports/own_groups.py", "tools/one_gpu.py")
@@ -57,6 +59,7 @@ STORE_MODULES = (
     "signed_store",
     "watched_store",
     "failure_log",
+    "group_building",
 )  # besides rendezvous
 
 

@@ -79,6 +79,32 @@ def test_a_full_disk(culprit: int, algorithm: Any, tmp_path: Path, monkeypatch: 
     assert found == [[1.0, 2.0], [1.0, 3.0]]
 
 
+class Loader:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.rank == 2:
+            raise ValueError("the loader broke")
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("nothing is loaded")
+
+
+def test_a_subgroup_that_fails_to_save_names_the_rank_of_the_world(tmp_path: Path) -> None:
+    def run(transport: Transport) -> CheckpointError | None:
+        group = transport.subgroup([2, 1])
+        if group is None:
+            return None
+        with pytest.raises(CheckpointError, match="failed on rank 2: ") as caught:
+            Checkpointer(tmp_path).save(1, ddp=DDP(weight(1.0), group), loader=Loader(transport.rank))
+        return caught.value
+
+    errors = on_ranks(run, 3)
+    assert [error and error.rank for error in errors] == [None, 2, 2]
+
+
 def test_too_little_room_is_found_at_the_first_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", ["total", "used", "free"])
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(0, 0, 60_000))  # random states take 10 KB a rank

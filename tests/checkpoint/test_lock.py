@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import platform
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,30 @@ def test_a_killed_job_leaves_no_lock(tmp_path: Path, has_worker: bool) -> None:
         other.join()
         save(tmp_path, 2)
     assert load(tmp_path) == 2.0
+
+
+def save_and_exit(folder: Path) -> None:
+    held: list[Any] = [save(folder, 1)]
+    held.append(held)  # a cycle, as tracebacks make them: only a collection would end it
+    sys.exit(7)
+
+
+def test_a_child_process_that_exits_leaves_no_file(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("forkserver").Process(target=save_and_exit, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == 7
+    assert os.listdir(tmp_path) == ["step-000000001"]
+
+
+def test_a_fork_that_ends_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
+    held = save(tmp_path, 1)
+    worker = multiprocessing.get_context("fork").Process(target=sys.exit)
+    worker.start()
+    worker.join()
+    assert (tmp_path / lock.FILE).exists()
+    del held
+    assert not (tmp_path / lock.FILE).exists()
 
 
 def test_the_lock_goes_with_its_checkpointer_and_is_shared_in_a_process(tmp_path: Path) -> None:

@@ -418,7 +418,7 @@ def test_the_death_of_the_rank_that_serves_the_store_is_named_too(tmp_path: Path
 
 def test_only_gloo_and_nccl_groups_are_built(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not 'mpi'"):
-        ProcessGroupTransport.join(file_store(str(tmp_path / "store"), 1), 0, 1, backend="mpi")
+        ProcessGroupTransport.join(file_store(str(tmp_path / "store"), 1), 0, 1, kind="mpi")
     with pytest.raises(ConfigError, match="check"):
         ProcessGroupTransport.join(file_store(str(tmp_path / "other"), 1), 0, 1, check="sometimes")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +20,7 @@ from ddp.models import (
     weight,
     weights_of,
 )
-from murmura import DDP, Transport, run_world
+from murmura import DDP, DecentralizedAlgorithm, Transport, run_world
 from oracles import ddp as oracle
 from worlds import SECONDS
 
@@ -66,6 +69,47 @@ def check_compiled(results: list[list[dict[str, Tensor | None]]]) -> None:
 @pytest.mark.parametrize("what", ["module", "module in place", "wrapper"])
 def test_compiled_modules(what: str) -> None:
     check_compiled(on_ranks(compiled, 2, what, "aot_eager"))
+
+
+def train_a_part(transport: Transport, is_compiled: bool) -> list[float]:
+    """Train a part that is called by itself; no rank makes its second step."""
+    model = nn.ModuleDict({"part": weight(), "other": weight()})
+    with closing(DDP(model, transport, algorithm=DecentralizedAlgorithm())) as ddp:
+        part = ddp.module["part"]
+        called = torch.compile(part, backend="eager") if is_compiled else part
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.125)
+        seen = []
+        for step in range(4):
+            optimizer.zero_grad()
+            called(number(step + 8 * transport.rank)).square().sum().backward()  # its gradient tells the weight
+            seen.append(part.weight.grad.item())
+            if step != 1:
+                optimizer.step()
+    return seen
+
+
+def test_a_compiled_part_sees_the_weights_of_a_round_whose_step_was_skipped() -> None:
+    assert on_ranks(train_a_part, 2, True) == on_ranks(train_a_part, 2, False)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_parts_of_a_compiled_model_stay_in_one_graph(fullgraph: bool) -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def run(transport: Transport) -> None:
+        model = mlp()
+        with closing(DDP(model, transport, algorithm=DecentralizedAlgorithm())) as ddp:
+            model.forward = torch.compile(model.forward, backend=backend, fullgraph=fullgraph)  # type: ignore[method-assign]
+            for step in range(3):
+                mlp_loss(ddp, transport.rank, step).backward()
+            model.forward = None  # type: ignore[assignment]
+
+    on_ranks(run, 1)
+    assert len(graphs) == 1
 
 
 @pytest.mark.slow

@@ -96,6 +96,9 @@ def run(case: Case) -> Verdict:
         verdict.others.append(f"the case could not be played: {error}")
     finally:
         released.set()
+        for rank in endings:
+            if case.transport != THREADS and actors[rank].exitcode is None:  # what it does at its exit, it may do
+                verdict.others.append(f"the process of rank {rank} does not end")
         for actor in actors:
             actor.end()
         verdict.others += _left(case, folder, actors, endings.values(), before)

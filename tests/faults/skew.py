@@ -1,5 +1,6 @@
 """Ranks that come late: those that wait must sleep, be woken every time, and find every word in its place."""
 
+import os
 import random
 import threading
 import time
@@ -93,3 +94,13 @@ def mix_with_skew(stage: Stage, num_rounds: int) -> None:
         assert time.monotonic() - began < LOST_SECONDS, f"rank {rank} slept on in {what}, round {number}"
         if not torch.equal(result, torch.full((numel,), expected)):
             raise AssertionError(f"{what} of {numel} elements, round {number}: not {expected}")
+
+
+def wait_on_a_busy_machine(stage: Stage, numel: int) -> None:
+    """Rank 1 does not come; where many want the processor, a yield takes as long as all of these together."""
+    if stage.rank == 1:
+        stage.hear()
+        return
+    os.sched_yield = lambda: time.sleep(0.05)
+    stage.mark()
+    stage.transport.all_reduce(torch.ones(numel), timeout=0.1)

@@ -8,12 +8,23 @@ import pytest
 from acts import be_interrupted, be_interrupted_at_random, be_interrupted_beside_a_thread, wait_for_one
 from expect import AT_ONCE_SECONDS, DEATH_SECONDS, expect_timeout
 from scenario import NUM_HEALTHY, Actor, World
-from skew import mix_with_skew, reduce_with_skew, wait_while_one_computes
+from skew import mix_with_skew, reduce_with_skew, wait_on_a_busy_machine, wait_while_one_computes
 from traces import await_state
 
 from murmura.errors import PeerTimeout
 from murmura.transports import stalls
 from murmura.transports.error_reporter import Reporter
+
+# A machine on which others work too
+
+
+@pytest.mark.parametrize("numel", [1, 2**20], ids=["small", "large"])
+def test_a_rank_that_yields_to_others_keeps_its_deadline(numel):
+    with World("processes", 2, wait_on_a_busy_machine, numel) as world:
+        (report,) = world.reports(0)
+        assert (report.kind, report.peer) == ("PeerTimeout", 1)
+        assert report.waited < 5.0
+
 
 # The log
 

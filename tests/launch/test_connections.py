@@ -30,11 +30,11 @@ from murmura import (
     Transport,
     connect,
 )
-from murmura.transports import rendezvous
+from murmura.transports import group_building
 from murmura.transports.error_reporter import Reporter
 from murmura.transports.failure_log import FailureLog
 from murmura.transports.liveness import Liveness
-from murmura.transports.rendezvous import file_store, open_store, sign_in, under
+from murmura.transports.rendezvous import Roster, file_store, open_store, sign_in, under
 from murmura.transports.signed_store import SignedStore
 
 SECONDS = 20.0
@@ -171,7 +171,7 @@ def test_two_jobs_that_meet_at_one_place_are_told(tmp_path: Path) -> None:
 def test_a_strangers_entry_hides_no_death(tmp_path: Path, secret: str | None, garbage: bytes) -> None:
     plain = file_store(str(tmp_path / "store"), 2)
     store = SignedStore(plain, secret, "job") if secret else plain
-    for key in ("exited/1", "stalled/1"):
+    for key in ("exited", "exited/1", "stalled/1"):
         plain.set(key, garbage)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     liveness = Liveness({1: child.pid})
@@ -213,6 +213,9 @@ class _Store:
     def check(self, keys: list[str]) -> bool:
         return False
 
+    def set(self, key: str, value: bytes) -> None:
+        return
+
 
 def test_a_thread_that_torch_does_not_let_end_holds_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck, may_end, ended = threading.Event(), threading.Event(), threading.Event()
@@ -224,8 +227,8 @@ def test_a_thread_that_torch_does_not_let_end_holds_no_store(monkeypatch: pytest
             store.check(["connected"])
         ended.set()
 
-    monkeypatch.setattr(rendezvous, "_make_group", make_group)
-    monkeypatch.setattr(rendezvous, "under", lambda store, prefix: store)
+    monkeypatch.setattr(group_building, "_make_group", make_group)
+    monkeypatch.setattr(group_building, "under", lambda store, prefix: store)
     store = _Store()
     kept = weakref.ref(store)
     reporter = Reporter(0, range(2))
@@ -234,7 +237,7 @@ def test_a_thread_that_torch_does_not_let_end_holds_no_store(monkeypatch: pytest
         return reporter.lost(1, "the rendezvous") if stuck.is_set() else None
 
     with pytest.raises(PeerLost):
-        rendezvous.build_group(rendezvous.Roster(0, (0, 0), {}, store, (0, 1)), 2, "gloo", 20.0, reporter, watch)
+        group_building.build_group(Roster(0, (0, 0), {}, store, (0, 1)), 2, "gloo", 20.0, reporter, watch)
     del store
     gc.collect()
     assert kept() is None

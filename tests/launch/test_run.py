@@ -22,8 +22,6 @@ from murmura import ConfigError, DistributedConfig
 from murmura.launch.launcher import launch
 from murmura.launch.plan import LaunchPlan, num_cores, parse_num_ranks, read_secret
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # torch leaves a rank's files open
-
 
 @pytest.fixture(autouse=True)
 def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,10 +80,10 @@ class _Walk(Position):
             (self.step, 8.0 if can_step else 0.0),
             (self.by_hand, 3.0 if between and BY_HAND in allowed and self.round else 0.0),
             (self.evaluate, 0.5),
-            (self.collect, (3.0 if self.is_owed else 0.7) if self.can_meet else 0.0),
+            (self.collect, (3.0 if self.is_pending else 0.7) if self.can_meet else 0.0),
             (
                 self.save,
-                (1.0 if self.is_owed or RESUME in allowed else 0.4) if between and self.can_save else 0.0,
+                (1.0 if self.is_pending or RESUME in allowed else 0.4) if between and self.can_save else 0.0,
             ),
             (self.load, 1.0 if between and self.can_load else 0.0),
             (self.resume, 4.0 if between and self.can_load and RESUME in allowed else 0.0),
@@ -91,7 +91,7 @@ class _Walk(Position):
             (self.switch, 1.0 if between and SWITCH in allowed and self.targets() else 0.0),
             (self.freeze, 0.3 if is_clean and not self.is_warming and self.optimizer != "qadam" else 0.0),
             (self.thaw, 3.0 if is_clean and THAW in allowed and self.can_thaw else 0.0),
-            (self.join, (1.5 if JOIN in allowed or self.is_owed else 0.3) if between and self.can_join else 0.0),
+            (self.join, (1.5 if JOIN in allowed or self.is_pending else 0.3) if between and self.can_join else 0.0),
         ]
 
     def finish(self) -> None:
@@ -199,7 +199,7 @@ class _Walk(Position):
         self.stepped |= stepping
         if len(stepping) == self.num_ranks:
             self.num_steps += 1
-        self.is_owed = bool(skipping)
+        self.is_pending = bool(skipping)
         self.changed_weights()
         self.rounds_since_step = 0
         if self.is_lucky(0.9):
@@ -220,7 +220,7 @@ class _Walk(Position):
         if kind == "descend" and self.is_lucky(0.7):
             self.zero_grad()
             self.rounds_since_step = 0
-            self.is_owed = True
+            self.is_pending = True
 
     # Looking
 
@@ -235,7 +235,7 @@ class _Walk(Position):
 
     def settled(self) -> None:
         """What was owed has been written; a raw forward does not settle, so its loss may be older than that."""
-        self.is_owed = False
+        self.is_pending = False
         self.live = {slot: each for slot, each in self.live.items() if each.kind != "raw"}
 
     def collect(self) -> None:
@@ -268,7 +268,7 @@ class _Walk(Position):
         self.changed_weights()
         self.zero_grad(to_none=True)
         self.rounds_since_step = 0
-        self.is_owed = False
+        self.is_pending = False
 
     def resume(self) -> None:
         self.use(RESUME)
@@ -278,13 +278,13 @@ class _Walk(Position):
     def load_weights(self) -> None:
         self.use(LOAD)
         ways = ["ddp", "broadcast"]
-        if not self.is_owed and not self.rounds_since_step and self.choice.name != "async":
+        if not self.is_pending and not self.rounds_since_step and self.choice.name != "async":
             ways.append("module")
         self.add(LoadWeights(self.chance.choice(ways), seed=self.seed + len(self.actions)))
         self.changed_weights()
         self.zero_grad()
         self.rounds_since_step = 0
-        self.is_owed = False
+        self.is_pending = False
 
     # The algorithm and what is trained
 
@@ -299,7 +299,7 @@ class _Walk(Position):
         self.changed_weights()
         self.zero_grad()
         self.rounds_since_step = 0
-        self.is_owed = False
+        self.is_pending = False
 
     def freeze(self) -> None:
         if self.spare_is_frozen:
@@ -338,4 +338,4 @@ class _Walk(Position):
         self.changed_weights()
         self.zero_grad()
         self.rounds_since_step = 0
-        self.is_owed = False
+        self.is_pending = False

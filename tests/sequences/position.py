@@ -45,7 +45,7 @@ class Position:
         self.rounds_since_step = 0
         self.num_steps = 0
         self.stepped: set[int] = set()
-        self.is_owed = False
+        self.is_pending = False
         self.late_is_frozen, self.spare_is_frozen, self.has_just_thawed = True, False, False
         self.saved: tuple[Choice, bool, int, int] | None = None
 

@@ -171,7 +171,7 @@ class AfterStep(Rule):
     """
 
     def begin(self) -> None:
-        self.num_owed = 0
+        self.num_pending = 0
         self.is_last_due = False
 
     def is_due(self, number: int) -> bool:
@@ -179,7 +179,7 @@ class AfterStep(Rule):
 
     def end(self) -> Waiting:
         self.is_last_due = self.is_due(self.rank.round)
-        self.num_owed += self.is_last_due
+        self.num_pending += self.is_last_due
         yield from ()
 
     def before_step(self) -> Waiting:
@@ -189,17 +189,17 @@ class AfterStep(Rule):
         yield from self.settle()
 
     def settle(self, num_left: int = 0) -> Waiting:
-        while self.num_owed > num_left:
+        while self.num_pending > num_left:
             yield from self.rank.exchange("votes", True)
-            self.num_owed -= 1
+            self.num_pending -= 1
             yield from self.communicate()
 
     def before_collective(self) -> Waiting:
-        while self.num_owed:
+        while self.num_pending:
             votes = yield from self.rank.exchange("votes", False)
             if not any(votes):
                 return
-            self.num_owed -= 1
+            self.num_pending -= 1
             yield from self.communicate()
 
     def communicate(self) -> Waiting:

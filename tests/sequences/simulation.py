@@ -81,7 +81,7 @@ class Replica:
         self.own_gradients: dict[str, Tensor] = {}  # those of the round under way
         self.weight = 1.0  # the share of real batches in the round under way
         self.is_replaying = False
-        self.owes_buffers = False  # rank 0's are still to be taken over
+        self.buffers_pending = False  # rank 0's are still to be taken over
         self.was_late = False  # the last round began in its backward
         self.is_held = False  # local backwards have left gradients for the round under way
         self.last_root_in_no_sync = False
@@ -143,18 +143,18 @@ class Replica:
     def settle(self) -> Waiting:
         if not self.is_open and not self.is_held:
             yield from self.rule.settle()
-            yield from self.take_owed_buffers()
+            yield from self.take_pending_buffers()
 
     def open_round(self) -> Waiting:
         thawed = [name for name, p in self.model.named_parameters() if p.requires_grad and name not in self.known]
         self.known.update(thawed)
         self.rule.take_in(thawed)
         yield from self.rule.open()
-        self.owes_buffers = not self.rule.exchanges_weights
+        self.buffers_pending = not self.rule.exchanges_weights
 
-    def take_owed_buffers(self) -> Waiting:
-        if self.owes_buffers:
-            self.owes_buffers = False
+    def take_pending_buffers(self) -> Waiting:
+        if self.buffers_pending:
+            self.buffers_pending = False
             everyone = yield from self.exchange("buffers", [each.clone() for each in self.model.buffers()])
             for own, first in zip(self.model.buffers(), everyone[0], strict=True):
                 own.copy_(first)
@@ -164,7 +164,7 @@ class Replica:
             yield from self.settle()
         if kind in ("ddp", "module") and not in_eval and not self.is_open:
             yield from self.open_round()
-            yield from self.take_owed_buffers()
+            yield from self.take_pending_buffers()
             self.is_open = True
         self.model.train(not in_eval)
         loss = loss_of(self.model, self.model, kind, spare, x, y)
@@ -200,7 +200,7 @@ class Replica:
             self.optimizer.found_infinity = skips
         elif skips:
             return
-        yield from self.take_owed_buffers()
+        yield from self.take_pending_buffers()
         yield from self.rule.before_step()
         self.optimizer.step()
         yield from self.rule.after_step()

@@ -32,7 +32,6 @@ def test_every_operation_is_measured_beside_a_copy(tmp_path: Path) -> None:
     assert str(file) in table
     assert torch.get_num_threads() == threads
     told = json.loads(file.read_text(encoding="utf-8"))
-    assert told["command"] == "murmura bench compressors --size 1MiB --cuda-size 1MiB --seconds 0.05"
     rows = [row for row in told["rows"] if row["device"] == "cpu"]
     operations = {(row["compressor"], row["operation"]) for row in rows}
     names = [repr(compressor) for compressor in compressors.COMPRESSORS]

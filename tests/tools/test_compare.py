@@ -12,17 +12,25 @@ from torch import nn
 from typer.testing import CliRunner
 
 from murmura import DDP, TracedTransport, Transport, UsageError, run_world
-from murmura.algorithms import algorithm_named, algorithm_names
+from murmura.algorithms import (
+    AsyncModelAverageAlgorithm,
+    ByteGradAlgorithm,
+    DiLoCoAlgorithm,
+    GradientAllReduceAlgorithm,
+    Phased,
+    algorithm_named,
+    algorithm_names,
+)
+from murmura.compressors import Cast
 from murmura.observe import Record
 from murmura.tools.cli.main import app
 from murmura.tools.cli.output import digits
 from murmura.tools.experiments import comparison as comparing
 from murmura.tools.experiments import report as reports
 from murmura.tools.experiments.compare_spec import BLOCK_STEPS, TORCH_DDP, ComparisonSpec
-from murmura.tools.experiments.comparison import Row, common_target, contradictions, row_of, verdict
+from murmura.tools.experiments.comparison import Row, common_target, contradictions, recommendation, row_of
 from murmura.tools.experiments.recipes import WARMUP_SHARE, configuration, optimizer_for, parse_algorithms
 from murmura.tools.experiments.runs import Run
-from murmura.tools.experiments.traffic import bytes_per_step
 from tools.lab.conditions import needs_namespaces
 from worlds import SECONDS, ExchangeOnly
 
@@ -68,7 +76,7 @@ def test_local_ranks_are_compared_with_torchs_ddp(tmp_path: Path) -> None:
     for name in ("gradient_allreduce", "shift_one"):
         assert f"{name}: {configuration(name, 40)}" in shown
         assert result["configurations"][name].startswith(configuration(name, 40))
-    assert result["verdicts"]["local"].split(":")[0] in page
+    assert result["recommendations"]["local"].split(":")[0] in page
     assert page.count("<svg") == 4 + 2 * 2 + 1  # torch's steps are not split
     found = Run.read(folder / "local" / "shift_one")
     assert [len(records) for records in found.records.values()] == [40, 40]
@@ -149,7 +157,18 @@ def sent_per_step(transport: Transport, name: str, steps: int) -> float:
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_algorithm_sends_what_its_formula_says(name: str, size: int) -> None:
     sent = run_world(sent_per_step, size, name, 20, timeout=SECONDS)
-    assert sum(sent) / size == pytest.approx(bytes_per_step(algorithm_named(name), 256 * 255, size), rel=0.01)
+    assert sum(sent) / size == pytest.approx(algorithm_named(name).bytes_per_round(256 * 255, size), rel=0.01)
+
+
+def test_a_formula_counts_the_compressor_and_is_refused_where_the_run_decides() -> None:
+    whole = GradientAllReduceAlgorithm().bytes_per_round(1000, 4)
+    assert whole == 1.5 * 4000
+    assert GradientAllReduceAlgorithm(compressor=Cast(torch.bfloat16)).bytes_per_round(1000, 4) == whole / 2
+    assert DiLoCoAlgorithm(10, compressor=Cast(torch.bfloat16)).bytes_per_round(1000, 4) == whole / 20
+    by_the_clock = AsyncModelAverageAlgorithm()
+    for algorithm in (by_the_clock, Phased(ByteGradAlgorithm(), 5, then=ByteGradAlgorithm())):
+        with pytest.raises(UsageError, match="depends on the run"):
+            algorithm.bytes_per_round(1000, 4)
 
 
 # Rows and sentences, from runs made up here
@@ -206,19 +225,19 @@ def test_the_target_is_what_all_reach_that_learn_as_well_as_plain_all_reduce() -
     assert common_target(runs) == 2.1
 
 
-def test_the_verdict_names_the_quickest_and_says_why() -> None:
+def test_the_recommendation_names_the_quickest_and_says_why() -> None:
     runs = [made_up("gradient_allreduce", 399.0, [3.0, 2.0]), made_up("bytegrad", 99.0, [3.0, 2.0])]
     rows = [row_of(run, 2.0, 10**6) for run in runs]
-    assert verdict(rows, SPEC, 2.0, 10**6) == (
+    assert recommendation(rows, SPEC, 2.0, 10**6) == (
         "For charlm (1 M parameters) with 2 ranks at 100mbit use bytegrad: it reached a loss of 2.000 in 4.0 s, "
         "gradient_allreduce in 16.0 s, because a step sends 100 B instead of 100 B and takes 100 instead of 400 ms."
     )
-    assert "use gradient_allreduce: it reached a loss of 2.000 in 16.0 s, and nobody else" in verdict(
+    assert "use gradient_allreduce: it reached a loss of 2.000 in 16.0 s, and nobody else" in recommendation(
         rows[:1], SPEC, 2.0, 10**6
     )
-    assert "nobody reached a loss of 2.000" in verdict([row_of(runs[0], 1.0, 10**6)], SPEC, 2.0, 10**6)
+    assert "nobody reached a loss of 2.000" in recommendation([row_of(runs[0], 1.0, 10**6)], SPEC, 2.0, 10**6)
     local = [row_of(made_up("gradient_allreduce", 9.0, [2.0], None), 2.0, 10**6)]
-    assert "with 2 ranks within this machine use" in verdict(local, SPEC, 2.0, 10**6)
+    assert "with 2 ranks within this machine use" in recommendation(local, SPEC, 2.0, 10**6)
 
 
 def test_step_times_against_the_formulas_are_noticed() -> None:
@@ -263,8 +282,5 @@ def test_bad_input_is_one_clear_line(
     assert refusal.count("\n") == 1
 
 
-def test_an_order_repeats_itself() -> None:
-    assert SPEC.command() == (
-        "murmura compare --task charlm --algorithms gradient_allreduce --ranks 2 --bandwidth 100mbit --steps 24"
-    )
+def test_all_means_every_algorithm() -> None:
     assert parse_algorithms(["all"]) == tuple(algorithm_names())

@@ -13,11 +13,10 @@ from typer.testing import CliRunner
 
 from murmura.observe import JSONLines, Record
 from murmura.tools.cli.main import app
-from murmura.tools.experiments.breakdown import Breakdown, readable_bytes, straggler
+from murmura.tools.experiments.breakdown import Breakdown, readable_bytes, straggler, wire_bytes
 from murmura.tools.experiments.report import curve
 from murmura.tools.experiments.runs import FINISHED, Run, RunFolder, described
 from murmura.tools.experiments.settings import TrainSettings
-from murmura.tools.experiments.traffic import wire_bytes
 from tools import browser
 
 STEPS = 12

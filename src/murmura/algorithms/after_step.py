@@ -22,7 +22,7 @@ class AfterStepImpl(AlgorithmImpl, ABC):
     """
 
     exchanges = Exchanges.WEIGHTS
-    _num_owed = 0  # rounds that were due and whose exchange is still to come
+    _num_pending = 0  # rounds that were due and whose exchange is still to come
     _is_last_due = False
     _is_restarted = False  # other weights were loaded, which may differ between the ranks
 
@@ -48,7 +48,7 @@ class AfterStepImpl(AlgorithmImpl, ABC):
 
     def after_backward(self) -> None:
         self._is_last_due = self.is_due(self._replica.round)
-        self._num_owed += self._is_last_due
+        self._num_pending += self._is_last_due
 
     def before_step(self, optimizer: Optimizer) -> None:
         self._settle_all_but(int(self._is_last_due))
@@ -60,16 +60,16 @@ class AfterStepImpl(AlgorithmImpl, ABC):
         self._settle_all_but(0)
 
     def before_collective(self) -> None:
-        while self._num_owed and self._has_any_stepped(False):
+        while self._num_pending and self._has_any_stepped(False):
             self._communicate_once()
 
     def _settle_all_but(self, num_left: int) -> None:
-        while self._num_owed > num_left:
+        while self._num_pending > num_left:
             self._has_any_stepped(True)
             self._communicate_once()
 
     def _communicate_once(self) -> None:
-        self._num_owed -= 1
+        self._num_pending -= 1
         if self._is_restarted and self.process_group.world_size > 1:
             self.start_from_mean()
         self._is_restarted = False

@@ -11,6 +11,7 @@ from murmura.algorithms.averaging_loop import AveragingLoop, mean_minus
 from murmura.algorithms.background_exchange import BackgroundExchanges, PendingExchange
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
 from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import FlatWeights
 from murmura.buckets import Bucket
 from murmura.errors import ConfigError
@@ -41,7 +42,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._background = BackgroundExchanges(self._channel)
         self._replica: Replica | None = None
         self._pending: PendingExchange | None = None
-        self._owed: list[Tensor] = []  # corrections that wait for a moment at which weights may be written
+        self._unapplied: list[Tensor] = []  # corrections that wait for a moment at which weights may be written
         self._is_running: bool | None = None  # None until the first round that averages weights
 
     @property
@@ -73,8 +74,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         if self.sync_interval_rounds is not None and self._is_running and self._round % self.sync_interval_rounds == 0:
             self._await_average()
             self._weights.read(self._snapshot)
-            for snapshot, owed in zip(self._snapshot, self._owed, strict=False):
-                snapshot.add_(owed)
+            for snapshot, unapplied in zip(self._snapshot, self._unapplied, strict=False):
+                snapshot.add_(unapplied)
             what = f"the average of round {self._round}"
             self._pending = self._background.start(what, [*self._snapshot, *self._correction], self._average)
 
@@ -84,31 +85,31 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     def settle(self) -> None:
         self._await_average()
-        if self._owed:
-            self._weights.add(self._owed)
-            self._owed = []
+        if self._unapplied:
+            self._weights.add(self._unapplied)
+            self._unapplied = []
         self._loop.correct(self._weights.add)
 
     def before_collective(self) -> None:
         """Nobody waits for a step: the average is formed in the background."""
 
     def _await_average(self) -> None:
-        """Wait for the average under way: from now on its correction is owed to the weights."""
+        """Wait for the average under way: from now on its correction is to be added to the weights."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.wait()
-            if self._owed:  # of an earlier round, whose correction could not be added yet
-                for owed, correction in zip(self._owed, self._correction, strict=True):
-                    owed.add_(correction)
+            if self._unapplied:  # of an earlier round, whose correction could not be added yet
+                for unapplied, correction in zip(self._unapplied, self._correction, strict=True):
+                    unapplied.add_(correction)
             else:
-                self._owed = [correction.clone() for correction in self._correction]
+                self._unapplied = [correction.clone() for correction in self._correction]
 
     def _average(self) -> None:
         mean_minus(self._channel, self._snapshot, self._correction)
 
     def weights_replaced(self) -> None:
         self._await_average()
-        self._owed = []
+        self._unapplied = []
         self._loop.correct(lambda flats: None)
 
     def parameters_added(self) -> None:
@@ -169,3 +170,8 @@ class AsyncModelAverageAlgorithm(Algorithm):
         rounds = self.warmup_rounds
         if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
             raise ConfigError(f"warmup_rounds={rounds!r} must be a whole number, at least 0.")
+
+    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
+        if self.sync_interval_rounds is None:
+            return super().bytes_per_round(num_parameters, num_ranks)
+        return mean_bytes(num_parameters, num_ranks) / self.sync_interval_rounds

@@ -100,7 +100,7 @@ class AlgorithmImpl:
     def before_forward(self) -> None:
         """Called once a round: before its first training forward, or, if there is none, when its backward has run.
 
-        In the latter case nothing may be written, and what the round before owes may not be settled yet.
+        In the latter case nothing may be written, and what the round before left pending may not have run yet.
         """
 
     def on_bucket_ready(self, bucket: Bucket) -> None:
@@ -131,7 +131,7 @@ class AlgorithmImpl:
         """Called between rounds when this rank is about to wait for all others in an operation of the user's.
 
         The step may be skipped or still to come. Other ranks may be inside an exchange that follows their step, and
-        wait for this one: so what is owed is settled, unless an algorithm knows better.
+        wait for this one: so pending exchanges run now, unless an algorithm knows better.
         """
         self.settle()
 
@@ -168,3 +168,9 @@ class Algorithm:
             raise UsageError(f"{type(self).__name__} names no class that runs it: set `impl`, or override `reify`.")
         choices = {field.name: getattr(self, field.name) for field in fields(self)}
         return self.impl(process_group, **choices)
+
+    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
+        """The mean bytes that each rank sends in a round for so many float32, if every rank has a host of its own."""
+        raise UsageError(
+            f"no formula says what {self} sends: by the clock, or in phases, it depends on the run. Measure it."
+        )

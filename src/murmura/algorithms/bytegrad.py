@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl
 from murmura.algorithms.checks import instances_of, yes_or_no
 from murmura.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
+from murmura.algorithms.traffic import mean_bytes
 from murmura.compressors import Compressor, MinMaxUInt8
-
-if TYPE_CHECKING:
-    pass
 
 
 class ByteGradAlgorithmImpl(GradientAllReduceAlgorithmImpl):
@@ -31,3 +29,6 @@ class ByteGradAlgorithm(Algorithm):
     def __post_init__(self) -> None:
         yes_or_no(hierarchical=self.hierarchical, average=self.average)
         instances_of(Compressor, compressor=self.compressor)
+
+    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
+        return mean_bytes(num_parameters, num_ranks, self.compressor)

@@ -14,6 +14,7 @@ from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
 from murmura.algorithms.checks import at_least_one, yes_or_no
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.peers import shift_one_peer
+from murmura.algorithms.traffic import mean_bytes, payload_bytes
 from murmura.algorithms.weights import FlatWeights
 from murmura.types import Exchanges, PeerSelection, ReduceOp, parse
 
@@ -170,3 +171,9 @@ class DecentralizedAlgorithm(Algorithm):
         at_least_one(communication_interval=self.communication_interval)
         mode = parse(PeerSelection, self.peer_selection_mode, "peer_selection_mode")
         object.__setattr__(self, "peer_selection_mode", mode)  # a string becomes a member
+
+    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
+        if self.peer_selection_mode is PeerSelection.ALL:
+            return mean_bytes(num_parameters, num_ranks) / self.communication_interval
+        share = (num_ranks - num_ranks % 2) / num_ranks  # with an odd number one rank has no peer
+        return share * payload_bytes(num_parameters) / self.communication_interval

@@ -14,6 +14,7 @@ from murmura.algorithms.base import Algorithm, AlgorithmImpl
 from murmura.algorithms.checks import at_least_one, instances_of, is_real
 from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean, Residual
+from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import FlatWeights, as_real
 from murmura.compressors import Compressor
 from murmura.errors import ConfigError
@@ -21,9 +22,6 @@ from murmura.types import ReduceOp
 
 if TYPE_CHECKING:
     from murmura.transports.base import Transport
-
-if TYPE_CHECKING:
-    pass
 
 
 class DiLoCoAlgorithmImpl(AfterStepImpl):
@@ -164,3 +162,6 @@ class DiLoCoAlgorithm(Algorithm):
             )
         if self.compressor is not None:
             instances_of(Compressor, compressor=self.compressor)
+
+    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
+        return mean_bytes(num_parameters, num_ranks, self.compressor) / self.interval

@@ -13,6 +13,7 @@ from murmura.algorithms.checks import instances_of, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean, Residual
 from murmura.algorithms.hierarchy import Hierarchy
+from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import as_real
 from murmura.buckets import Bucket
 from murmura.compressors import Compressor
@@ -143,3 +144,6 @@ class GradientAllReduceAlgorithm(Algorithm):
         yes_or_no(hierarchical=self.hierarchical, average=self.average)
         if self.compressor is not None:
             instances_of(Compressor, compressor=self.compressor)
+
+    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
+        return mean_bytes(num_parameters, num_ranks, self.compressor)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from murmura.algorithms.after_step import AfterStepImpl
 from murmura.algorithms.base import Algorithm, AlgorithmImpl
 from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import FlatWeights
 from murmura.types import ReduceOp
-
-if TYPE_CHECKING:
-    pass
 
 
 class LocalSGDAlgorithmImpl(AfterStepImpl):
@@ -43,3 +41,6 @@ class LocalSGDAlgorithm(Algorithm):
 
     def __post_init__(self) -> None:
         at_least_one(interval=self.interval)
+
+    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
+        return mean_bytes(num_parameters, num_ranks) / self.interval

@@ -16,6 +16,7 @@ from murmura.algorithms.checks import at_least_one, instances_of, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread, cut
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.peers import ring_neighbours
+from murmura.algorithms.traffic import payload_bytes
 from murmura.algorithms.weights import FlatWeights, as_real
 from murmura.compressors import Compressor, ErrorFeedback, MinMaxUInt8
 from murmura.errors import ConfigError
@@ -207,3 +208,7 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
                 "message loses is in the next already; with ErrorFeedback it would count twice. Give the inner "
                 "compressor itself."
             )
+
+    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
+        num_neighbours = min(2, num_ranks - 1)
+        return num_neighbours * payload_bytes(num_parameters, self.compressor) / self.communication_interval

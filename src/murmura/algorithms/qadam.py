@@ -16,6 +16,7 @@ from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer
+from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import as_real
 from murmura.buckets import Bucket
 from murmura.buckets.flat import FlatTensors
@@ -45,7 +46,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         super().__init__(process_group, **choices)
         self._hierarchy = Hierarchy(process_group, self.hierarchical)
         self._was_warm = False  # as long as the optimizer is not known
-        self._owes_flags = False  # a round has ended after the warm-up, and its step has not come
+        self._flags_pending = False  # a round has ended after the warm-up, and its step has not come
         self._must_skip = False  # the step under way is one that this rank skips
         self._skips = False  # the step under way is one that another rank skips
         self._codec = CodecThread()
@@ -69,17 +70,17 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._hierarchy.reduce(bucket.flat, ReduceOp.MEAN)
 
     def after_backward(self) -> None:
-        self._owes_flags = self.exchanges is Exchanges.MOMENTA and self.process_group.world_size > 1
+        self._flags_pending = self.exchanges is Exchanges.MOMENTA and self.process_group.world_size > 1
 
     def settle(self) -> None:
-        if self._owes_flags:
-            self._owes_flags = False
+        if self._flags_pending:
+            self._flags_pending = False
             self._exchange_flags(self._trainable(), stepping=False)
 
     def before_collective(self) -> None:
-        if self._owes_flags:
+        if self._flags_pending:
             any_stepping, _ = self._exchange_flags(self._trainable(), stepping=False)
-            self._owes_flags = not any_stepping
+            self._flags_pending = not any_stepping
 
     def skip_step(self) -> None:
         self._must_skip = True
@@ -110,7 +111,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     @torch.no_grad()
     def _average_moments(self, optimizer: QAdamOptimizer) -> None:
         parameters = self._trainable()
-        self._owes_flags = False
+        self._flags_pending = False
         found_infinity = self._must_skip or optimizer.found_infinity()
         _, any_skips = self._exchange_flags(parameters, stepping=True, found_infinity=found_infinity)
         if any_skips:
@@ -200,3 +201,7 @@ class QAdamAlgorithm(Algorithm):
         yes_or_no(hierarchical=self.hierarchical)
         if self.optimizer is not None:
             instances_of(QAdamOptimizer, optimizer=self.optimizer)
+
+    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
+        """After the warm-up, in which it sends what `GradientAllReduceAlgorithm` does."""
+        return mean_bytes(num_parameters, num_ranks, MinMaxUInt8())

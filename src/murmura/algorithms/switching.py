@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
 from murmura.algorithms.weights import FlatWeights
+from murmura.collectives.deadline import Deadline
 from murmura.errors import UsageError
 from murmura.types import Exchanges, ReduceOp
 
@@ -23,9 +24,10 @@ def replace_algorithm(running: AlgorithmImpl, algorithm: Algorithm, replica: Rep
     """
     successor = algorithm.reify(replica.transport)
     running.settle()
-    running.close()
+    whole = Deadline(replica.transport.timeout)
+    running.close()  # a loop that averages by the clock waits here for the others' votes
     if running.exchanges is Exchanges.WEIGHTS:
-        _average_weights(replica)
+        _average_weights(replica, max(whole.remaining, whole.timeout / 2))
         replica.moments_may_differ = True
     if successor.exchanges is Exchanges.WEIGHTS:
         replica.moments_may_differ = False
@@ -34,11 +36,11 @@ def replace_algorithm(running: AlgorithmImpl, algorithm: Algorithm, replica: Rep
     return successor
 
 
-def _average_weights(replica: Replica) -> None:
+def _average_weights(replica: Replica, timeout: float) -> None:
     weights = FlatWeights(replica, with_frozen=True)  # what is frozen now may have been trained apart
     flats = weights.allocate(replica.transport.allocate)
     for flat in flats:
-        replica.transport.all_reduce(flat, ReduceOp.MEAN)
+        replica.transport.all_reduce(flat, ReduceOp.MEAN, timeout=timeout)
     weights.write(flats)
 
 

@@ -11,6 +11,7 @@ import errno
 import functools
 import json
 import logging
+import multiprocessing.util
 import os
 import platform
 import threading
@@ -67,7 +68,8 @@ class _HeldLock:
         self.descriptor = descriptor
         self.turn = threading.Lock()  # flock does not exclude other threads
         if descriptor is not None:
-            weakref.finalize(self, _release, path, descriptor, self.pid)
+            # Unlike weakref.finalize, it also runs at the end of a child of multiprocessing, and not in forks.
+            multiprocessing.util.Finalize(self, _release, (path, descriptor), exitpriority=0)
 
 
 def _take(path: Path) -> _HeldLock:
@@ -119,9 +121,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _release(path: Path, descriptor: int, pid: int) -> None:
-    if pid != os.getpid():  # a fork: the lock is its parent's
-        return
+def _release(path: Path, descriptor: int) -> None:
     with contextlib.suppress(OSError):  # the folder may have been removed
         if _is_at(path, descriptor):
             os.remove(path)  # while it is locked: nobody else can hold it

@@ -28,7 +28,7 @@ def on_all_ranks(channel: Transport, what: str, advice: str, work: Callable[[], 
     every = all_gather_json(channel, report)
     failed = [rank for rank, each in enumerate(every) if "failure" in each]
     if failed:
-        rank = failed[0]
+        rank, story = channel.world_ranks[failed[0]], every[failed[0]]["failure"]
         who = f"rank {rank}" + (f" and {len(failed) - 1} more" if len(failed) > 1 else "")
-        raise CheckpointError(f"{what} failed on {who}: {every[rank]['failure']}. {advice}", rank=rank) from failure
+        raise CheckpointError(f"{what} failed on {who}: {story}. {advice}", rank=rank) from failure
     return [each["result"] for each in every]

@@ -23,9 +23,9 @@ def push(
     for start, stop, first in segments:
         parts = [inputs[(first + step) % size][start:stop] for step in range(size)]
         # The result must overlap no input but the first, or one of two.
-        home = own if size == 2 else first
-        result = outputs[home][start:stop]
+        target = own if size == 2 else first
+        result = outputs[target][start:stop]
         reduction.reduce(parts, result)
         # Every rank begins with another peer, so that they do not all write to one at a time.
         for step in range(1, size):
-            outputs[(home + step) % size][start:stop] = result
+            outputs[(target + step) % size][start:stop] = result

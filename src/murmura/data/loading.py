@@ -38,7 +38,24 @@ def loader(
         seed: of the order, and of the workers' random numbers; the same on all ranks.
         options: of torch's DataLoader: ``num_workers``, ``collate_fn``, ``pin_memory``, ``worker_init_fn``, ...
     """
-    return Loader(dataset, transport, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, **options)
+    if taken := [name for name in _OURS if options.get(name) is not None]:
+        raise ConfigError(
+            f"{taken[0]}= is set by this loader itself. Leave it out, or build a DataLoader on a "
+            "murmura.data.ShardedSampler."
+        )
+    if isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            "an IterableDataset has no indices that could be divided among the ranks. Let it give each rank its "
+            "share itself, and build a torch DataLoader on it."
+        )
+    batch_size = whole_number("batch_size", batch_size, 1)
+    sampler = ShardedSampler(dataset, transport, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+    if sampler.num_samples < sampler.world_size:
+        raise ConfigError(
+            f"{sampler.num_samples} samples do not give each of {sampler.world_size} ranks one. "
+            "Use fewer ranks, or more data."
+        )
+    return Loader(dataset, sampler, batch_size, drop_last, options)
 
 
 class Loader:
@@ -52,33 +69,9 @@ class Loader:
     """
 
     def __init__(
-        self,
-        dataset: Dataset[Any],
-        transport: Transport | tuple[int, int],
-        batch_size: int,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-        **options: Any,
+        self, dataset: Dataset[Any], sampler: ShardedSampler, batch_size: int, drop_last: bool, options: dict[str, Any]
     ) -> None:
-        if taken := [name for name in _OURS if options.get(name) is not None]:
-            raise ConfigError(
-                f"{taken[0]}= is set by this loader itself. Leave it out, or build a DataLoader on a "
-                "murmura.data.ShardedSampler."
-            )
-        if isinstance(dataset, IterableDataset):
-            raise ConfigError(
-                "an IterableDataset has no indices that could be divided among the ranks. Let it give each rank its "
-                "share itself, and build a torch DataLoader on it."
-            )
-        batch_size = whole_number("batch_size", batch_size, 1)
-        self.sampler = ShardedSampler(dataset, transport, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
-        if self.sampler.num_samples < self.sampler.world_size:
-            raise ConfigError(
-                f"{self.sampler.num_samples} samples do not give each of {self.sampler.world_size} ranks one. "
-                "Use fewer ranks, or more data."
-            )
+        self.sampler = sampler
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last

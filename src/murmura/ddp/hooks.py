@@ -73,10 +73,14 @@ class _Before(_ModuleHook):
 
 class _BeforePart(_ModuleHook):
     def __call__(self, called: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():  # a call of the root has settled before
-            return
         owner = self._owner()
-        if owner is not None and owner.needs_settling and self.owner_of(called) is not None:
+        # Within a call of the root, which has settled, a compiled graph goes on here; else it breaks here.
+        if owner is not None and owner.needs_settling and torch.is_grad_enabled():
+            self._settle(owner, called)
+
+    @_disable_dynamo
+    def _settle(self, owner: Hooked, called: nn.Module) -> None:
+        if self.owner_of(called) is not None:
             owner.before_part()
 
 

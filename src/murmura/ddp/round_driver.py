@@ -141,7 +141,7 @@ class RoundDriver:
         self.settling.settle()
 
     def before_load(self, module: nn.Module) -> None:
-        """`module`, the root or a part, begins to load: what is owed belongs to the weights that are replaced."""
+        """`module`, the root or a part, begins to load: what is pending belongs to the weights that are replaced."""
         if self._loading is None:
             self._loading = module
             self.settling.settle()
@@ -204,8 +204,8 @@ class RoundDriver:
             self.algorithm.before_forward()
             if not self._exchanges_weights:
                 self._verify_if_due()
-                self.settling.owes_buffers = self._broadcasts_buffers
-                self.settling.broadcast_owed_buffers()
+                self.settling.buffers_pending = self._broadcasts_buffers
+                self.settling.broadcast_pending_buffers()
             self.round.begun = True
 
     def _begin_late(self) -> None:
@@ -215,7 +215,7 @@ class RoundDriver:
         self._take_in_thawed()
         self.reducer.plan(wanted=self._exchanges_gradients)
         self.algorithm.before_forward()
-        self.settling.owes_buffers = self._broadcasts_buffers and not self._exchanges_weights
+        self.settling.buffers_pending = self._broadcasts_buffers and not self._exchanges_weights
 
     def _verify_if_due(self) -> None:
         if self._verify_every and self.replica.round and self.replica.round % self._verify_every == 0:
@@ -332,7 +332,7 @@ class RoundDriver:
         if self._observer is not None:
             self._observer.before_step(self.replica.parameters)
         with exposed(self._observer, "before_step"):
-            self.settling.broadcast_owed_buffers()
+            self.settling.broadcast_pending_buffers()
             if self._nonfinite.skips_step:
                 self.algorithm.skip_step()
             self.algorithm.before_step(optimizer)

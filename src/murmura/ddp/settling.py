@@ -1,4 +1,4 @@
-"""What a rank still owes the others when its optimizer's step was skipped, and when it may be done."""
+"""Runs the exchanges that are pending because an optimizer's step was skipped, at a moment when that is allowed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLOSE_SECONDS = 1.0
 
 
 class Settling:
-    """Settles what `algorithm` owes, between rounds; and buffers that were not broadcast at a round's beginning."""
+    """Runs, between rounds, what `algorithm` has pending, and a broadcast of buffers that a round left out."""
 
     algorithm: AlgorithmImpl
 
@@ -28,20 +28,20 @@ class Settling:
         self._backward = backward
         self._thread = threading.get_ident()  # the user's, which trains
         self._is_settling = False
-        self.owes_buffers = False
+        self.buffers_pending = False
 
     def seen(self) -> None:
         """The caller's thread is the one that trains."""
         self._thread = threading.get_ident()
 
     def settle(self) -> None:
-        """Do what the last round still owes, because a step was skipped; nothing inside a round."""
+        """Run what the last round left pending because a step was skipped; nothing inside a round."""
         if self._round.is_idle:
             self._once(self.algorithm.settle)
-            self._once(self.broadcast_owed_buffers)
+            self._once(self.broadcast_pending_buffers)
 
     def before_collective(self) -> None:
-        """The user is about to wait for all ranks, which may wait for what this one owes."""
+        """The user is about to wait for all ranks, which may wait for an exchange that is pending here."""
         # No operation in a communication thread is the user's own, nor is one inside a backward.
         if threading.get_ident() == self._thread and not self._backward.is_running:
             self._once(self.algorithm.before_collective)
@@ -57,10 +57,10 @@ class Settling:
             settling.start()
             settling.join(CLOSE_SECONDS)
 
-    def broadcast_owed_buffers(self) -> None:
-        """Take over rank 0's buffers, if that is owed."""
-        if self.owes_buffers:
-            self.owes_buffers = False
+    def broadcast_pending_buffers(self) -> None:
+        """Take over rank 0's buffers, if that is pending."""
+        if self.buffers_pending:
+            self.buffers_pending = False
             self._replica.broadcast(self._replica.buffers, 0)
 
     def _try_to_settle(self) -> None:

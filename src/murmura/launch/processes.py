@@ -271,7 +271,7 @@ def _join_over(spec: RankSpec) -> Transport:
         store,
         rank,
         size,
-        backend=spec.transport,
+        kind=spec.transport,
         hosts=spec.hosts,
         timeout=spec.timeout,
     )

@@ -114,6 +114,10 @@ def supervise(
             stop_ranks(context, signal.SIGTERM, STOP_AFTER_FAILURE_SECONDS, should_stop)
         finally:
             context.close(signal.SIGKILL, KILL_SECONDS)
+            for handler in context.subprocess_handlers.values():  # torch leaves open the files of a rank that has ended
+                for file in (handler._stdout, handler._stderr):
+                    if file is not None:
+                        file.close()
             sys.stdout.flush()
         stopped = [index for index in range(len(commands)) if index not in order]
         return [

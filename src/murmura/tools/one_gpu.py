@@ -170,7 +170,7 @@ def _serve(rank: int, world_size: int, variables: dict[str, str], store_file: st
     os.environ.update(variables)
     try:
         transport = ProcessGroupTransport.join(
-            file_store(store_file, world_size), rank, world_size, backend="nccl", timeout=timeout
+            file_store(store_file, world_size), rank, world_size, kind="nccl", timeout=timeout
         )
     except BaseException as error:
         pipe.recv_bytes()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TypeVar
 
 from murmura.errors import ConfigError
@@ -41,14 +43,9 @@ def one_of(names: Iterable[str], option: str) -> Callable[[str], str]:
     return parse
 
 
-def command_line(command: str, options: Mapping[str, object]) -> str:
-    """Return `command` with the options that are not None; a tuple becomes a comma-separated list."""
-    words = command.split()
-    for name, value in options.items():
-        if value is not None:
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            words += [f"--{name}", f"{text:g}" if isinstance(text, float) else str(text)]
-    return shlex.join(words)
+def typed_command() -> str:
+    """Return the command line of this process, which repeats a measurement."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def check_seconds(seconds: float) -> list[str]:

@@ -1,1 +1,1 @@
-"""How a tensor gets from rank to rank: one contract (`base`), and a folder or file for each backend."""
+"""How a tensor gets from rank to rank: one contract (`base`), and a folder or file for each kind."""

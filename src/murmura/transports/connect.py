@@ -100,12 +100,12 @@ def _join(store: Store, config: DistributedConfig, kind: TransportKind) -> Trans
         kind = TransportKind.HIERARCHICAL if 1 < len(set(hosts)) < size else kind
     if kind is TransportKind.HIERARCHICAL:
         between = TransportKind.NCCL if config.backend is DistributedBackend.CUDA else TransportKind.GLOO
-        return HierarchicalTransport.join(job, rank, size, backend=between, timeout=config.timeout)
-    return ProcessGroupTransport.join(job, rank, size, backend=kind, timeout=config.timeout)
+        return HierarchicalTransport.join(job, rank, size, kind=between, timeout=config.timeout)
+    return ProcessGroupTransport.join(job, rank, size, kind=kind, timeout=config.timeout)
 
 
 def choose(config: DistributedConfig) -> TransportKind:
-    """What transport="auto" stands for, as far as one rank can tell."""
+    """The transport that "auto" selects, as far as one rank can tell."""
     if config.world_size == 1:
         return TransportKind.IN_PROCESS
     if _on_one_host(config):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from murmura.errors import (
+    CheckpointError,
     CollectiveMismatch,
     PeerLost,
     PeerTimeout,
@@ -70,6 +71,8 @@ class ExitNotice:
             if isinstance(each, PeerTimeout | PeerLost) and each.peer not in (None, rank):
                 kind = "timeout" if isinstance(each, PeerTimeout) else "lost"
                 return cls(each.peer, f"raised {words_of(each)}", kind, rank)
+            if isinstance(each, CheckpointError) and each.rank is not None:  # which all raise for the failure of one
+                return cls(each.rank, f"raised {words_of(each)}", "raised", rank)
         return cls(rank, f"raised {words_of(error)}", "raised")
 
     def as_error(

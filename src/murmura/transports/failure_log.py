@@ -16,7 +16,7 @@ import torch.distributed as dist
 from murmura.errors import CollectiveMismatch, RendezvousError, TransportError
 from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.liveness import Liveness
-from murmura.transports.stalls import StallNotes
+from murmura.transports.stalls import StallNotes, is_recent
 
 POLL_SECONDS = 0.01
 FEW_SECONDS, MOST_SECONDS = 0.8, 2.0
@@ -47,6 +47,7 @@ class FailureLog:
     def announce_exit(self, notice: ExitNotice) -> None:
         """Write why this rank can no longer be waited for; must be written before its connections close."""
         self._set(f"exited/{self._rank}", notice.to_bytes(4096))
+        self._set("exited", b"")
 
     def cause(
         self, operation: str, waited: float = 0.0, among: Sequence[int] | None = None
@@ -54,7 +55,8 @@ class FailureLog:
         """The error that an exit notice or a death `among` peers means to this rank in `operation`, if one is known."""
         peers = self._peers if among is None else [peer for peer in self._peers if peer in among]
         dead = self._liveness.dead()  # first, so that the notice of a rank that left one is found below
-        told = {peer: ExitNotice.from_bytes(text) for peer, text in self._read("exited", peers).items()}
+        entries = self._read("exited", peers) if self._has("exited") else {}
+        told = {peer: ExitNotice.from_bytes(text) for peer, text in entries.items()}
         notices = {peer: notice for peer, notice in told.items() if notice is not None}
         kinds = {peer: notice.kind for peer, notice in notices.items()}
         kinds.update({peer: "died" for peer in peers if peer in dead and peer not in notices})
@@ -87,6 +89,8 @@ class FailureLog:
             time.sleep(POLL_SECONDS)
         # Whoever waits in vain too is not at fault; if all that were awaited do, somebody else is.
         silent = [peer for peer in awaited if peer not in calls] or [peer for peer in self._peers if peer not in calls]
+        stopped = self._liveness.stopped() if silent and timed_out else []
+        silent = [peer for peer in silent if peer in stopped] or silent  # another may be late only because of these
         if silent and timed_out:
             return self._reporter.timed_out(silent, operation, waited, notes=self.notes)
         if silent:
@@ -102,6 +106,12 @@ class FailureLog:
         except (dist.DistError, RuntimeError):
             return  # the store went with the rank that served it; nobody can be told
 
+    def _has(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except (dist.DistError, RuntimeError):
+            return False
+
     def _read(self, what: str, peers: Sequence[int]) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
         for peer in peers:
@@ -116,18 +126,20 @@ class FailureLog:
 
 
 class _StoreNotes:
-    """The stall notes of a world, in the store of its failure log."""
+    """The stall notes of a world, in the store of its failure log, with the time of day, which hosts share."""
 
     def __init__(self, log: FailureLog) -> None:
         self._log = log
 
     def tell(self, awaited: Sequence[int]) -> None:
-        self._log._set(f"waits/{self._log._reporter.own}", json.dumps(list(awaited)).encode())
+        self._log._set(f"waits/{self._log._reporter.own}", json.dumps([time.time(), *awaited]).encode())
 
     def awaited_by(self, rank: int) -> Sequence[int]:
-        told = self._log._read("waits", [rank]).get(rank, b"[]")
+        note = self._log._read("waits", [rank]).get(rank, b"")
         try:
-            awaited = json.loads(told)
-        except (ValueError, RecursionError):
+            told, *awaited = json.loads(note)
+        except (ValueError, TypeError, RecursionError):
             return ()
-        return [each for each in awaited if type(each) is int] if isinstance(awaited, list) else ()
+        if type(told) is not float or not is_recent(told, time.time()):
+            return ()
+        return [each for each in awaited if type(each) is int]

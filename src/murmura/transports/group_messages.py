@@ -38,8 +38,11 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def start_coalesced(group: Any, device: torch.device, sends: Pairs, recvs: Pairs) -> Any:
-    """Start all messages as one work: NCCL's would otherwise wait for each other."""
+def start(group: Any, device: torch.device | None, sends: Pairs, recvs: Pairs) -> Any:
+    """Start all messages and return their works; on a GPU, `device`, as one, or they would wait for each other."""
+    if device is None:
+        works = [group.recv([out.view(torch.uint8)], src, 0) for out, src in recvs]
+        return works + [group.send([tensor.view(torch.uint8)], dst, 0) for tensor, dst in sends]
     # A group of torch.distributed asks for the device; a bare backend has one.
     of_device = [device] if isinstance(group, dist.ProcessGroup) else []
     group._start_coalescing(*of_device)

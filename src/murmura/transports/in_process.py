@@ -6,6 +6,7 @@ The ranks reach each other's tensors, so no message is staged. They synchronise 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import describe
 from murmura.transports.error_reporter import ExitNotice
-from murmura.transports.stalls import WaitDeadline, follow
+from murmura.transports.stalls import WaitDeadline, follow, is_recent
 from murmura.types import ReduceOp
 
 __all__ = ["InProcessTransport"]
@@ -58,7 +59,7 @@ class _SharedState:
         self.num_joined = 0
         self.num_in_world: int = world_size if parent is None else parent.num_in_world
         # Whom a rank waits for in vain, by rank of the world, on whichever channel; each writes its own entry.
-        self.stalled: dict[int, Sequence[int]] = {} if parent is None else parent.stalled
+        self.stalled: dict[int, tuple[float, Sequence[int]]] = {} if parent is None else parent.stalled
 
     def exit_notice(self, rank: int) -> ExitNotice | None:
         """Why `rank` cannot be waited for, here or, if it never joined, in the state this one was split from."""
@@ -83,14 +84,15 @@ class _SharedState:
 class _Notes:
     """The stall notes of a world of threads, seen from rank `own`."""
 
-    def __init__(self, stalled: dict[int, Sequence[int]], own: int) -> None:
+    def __init__(self, stalled: dict[int, tuple[float, Sequence[int]]], own: int) -> None:
         self._stalled, self._own = stalled, own
 
     def tell(self, awaited: Sequence[int]) -> None:
-        self._stalled[self._own] = awaited
+        self._stalled[self._own] = time.monotonic(), awaited
 
     def awaited_by(self, rank: int) -> Sequence[int]:
-        return self._stalled.get(rank, ())
+        told, awaited = self._stalled.get(rank, (0.0, ()))
+        return awaited if is_recent(told, time.monotonic()) else ()
 
 
 class InProcessTransport(Transport):

@@ -10,6 +10,8 @@ import select
 import weakref
 from collections.abc import Mapping
 
+STOPPED = ("T", "t")  # states of a process
+
 
 class PidfdPoll:
     """Tells whose process has ended, by pidfds that somebody else keeps open; `ranks` by pidfd."""
@@ -50,6 +52,10 @@ class Liveness(PidfdPoll):
 
     def dead(self) -> list[int]:
         return sorted([*self._gone, *super().dead()])
+
+    def stopped(self) -> list[int]:
+        """The ranks whose process is stopped, by a signal or a debugger."""
+        return sorted(rank for fd, rank in self._ranks.items() if process_state(fd)[1] in STOPPED)
 
     def close(self) -> None:
         for fd in self._ranks:

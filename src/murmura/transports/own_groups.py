@@ -29,17 +29,15 @@ _VARIABLES = {
 _setting = threading.Lock()
 
 
-def group_maker(
-    store: Any, rank: int, world_size: int, backend: str, timeout: float, num_hosts: int
-) -> Callable[[], Any]:
+def group_maker(store: Any, rank: int, world_size: int, kind: str, timeout: float, num_hosts: int) -> Callable[[], Any]:
     """What makes the group, in whichever thread it is called."""
-    if backend == "gloo":
+    if kind == "gloo":
         return functools.partial(_make_gloo_group, store, rank, world_size, timedelta(seconds=timeout), num_hosts)
-    if backend == "nccl":
+    if kind == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())  # of this thread
         return functools.partial(_make_nccl_group, store, rank, world_size, timeout, device)
     raise UsageError(
-        f"murmura builds gloo and nccl groups, not {backend!r}. Build it yourself and hand it over: "
+        f"murmura builds gloo and nccl groups, not {kind!r}. Build it yourself and hand it over: "
         "ProcessGroupTransport(group, store=store)."
     )
 

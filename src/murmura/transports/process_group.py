@@ -27,9 +27,10 @@ from murmura.transports.checks import store as bring_back
 from murmura.transports.cuda_launches import CudaLaunches, Launch
 from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.failure_log import FailureLog, is_timeout
+from murmura.transports.group_building import build_group
 from murmura.transports.launching import LaunchingTransport
 from murmura.transports.liveness import Liveness
-from murmura.transports.rendezvous import Roster, Store, build_group, sign_in, under
+from murmura.transports.rendezvous import Roster, Store, sign_in, under
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.signed_store import SignedStore
 from murmura.transports.stalls import StallNotes, WaitDeadline
@@ -68,8 +69,8 @@ class ProcessGroupTransport(LaunchingTransport):
         )
         self.check = parse(Check, check, "check")
         self._group = process_group
-        self._backend = str(process_group.name()).lower()
-        self._on_cuda = "nccl" in self._backend
+        self._kind = str(process_group.name()).lower()
+        self._on_cuda = "nccl" in self._kind
         # Gloo works in host memory, NCCL on this process's GPU; tensors elsewhere are brought there and back.
         self.device: torch.device = torch.device("cpu")
         if self._on_cuda:
@@ -98,7 +99,7 @@ class ProcessGroupTransport(LaunchingTransport):
         rank: int,
         world_size: int,
         *,
-        backend: str = "gloo",
+        kind: str = "gloo",
         check: str = "best_effort",
         timeout: float = 600.0,
         hosts: Sequence[int] | None = None,
@@ -125,7 +126,7 @@ class ProcessGroupTransport(LaunchingTransport):
                 raise
             missing = [world_ranks.index(each) for each in error.missing]  # they had come to the world: late
             raise reporter.timed_out(missing, "the rendezvous", began.waited) from error
-        group, group_store = build_group(roster, world_size, backend, timeout, reporter, watch)
+        group, group_store = build_group(roster, world_size, kind, timeout, reporter, watch)
         transport = cls(group, check=check, timeout=timeout, roster=roster, name=name, launches=launches)
         if notes is not None and transport._failure_log is not None:
             transport._failure_log.notes = notes
@@ -173,7 +174,7 @@ class ProcessGroupTransport(LaunchingTransport):
                 under(self._store, label),
                 members.index(self.rank),
                 len(members),
-                backend=self._backend,
+                kind=self._kind,
                 check=self.check,
                 **self.split_options(name, members),
                 watch=lambda: failure_log.cause(f"split({name!r})", among=members),
@@ -264,9 +265,9 @@ class ProcessGroupTransport(LaunchingTransport):
     def compare_calls(self, call: str, timeout: float | None) -> None:
         self._call, self._awaited = call, self._peers
         if self.check is Check.ALWAYS and self.world_size > 1:
-            seconds = self.seconds(timeout)
+            place = (self.rank, self.reporter, self.operation, self.seconds(timeout), self.device)
             with self.host_waiting():
-                agreement.on_collective(self.move, call, self.rank, self.reporter, self.operation, seconds, self.device)
+                agreement.on_collective(self.move, call, *place)
 
     # Waiting and failing
 
@@ -306,14 +307,8 @@ class ProcessGroupTransport(LaunchingTransport):
         if not sends and not recvs:
             return
 
-        def start(limit: timedelta | None) -> Any:
-            if self._on_cuda:
-                return group_messages.start_coalesced(self._group, self.device, sends, recvs)
-            works = [self._group.recv([out.view(torch.uint8)], src, 0) for out, src in recvs]
-            works += [self._group.send([tensor.view(torch.uint8)], dst, 0) for tensor, dst in sends]
-            return works
-
-        self._await(start, timeout)
+        device = self.device if self._on_cuda else None
+        self._await(lambda limit: group_messages.start(self._group, device, sends, recvs), timeout)
 
     def _exchange_checked(self, outgoing: Pairs, incoming: Pairs, sends: Pairs, recvs: Pairs, timeout: float) -> None:
         deadline = Deadline(timeout)

@@ -22,9 +22,8 @@ from murmura.errors import MurmuraError, RendezvousError
 from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.host import host_identity, number_hosts, pid_namespace
 from murmura.transports.liveness import Liveness
-from murmura.transports.own_groups import group_maker
 from murmura.transports.signed_store import ADVICE, SignedStore
-from murmura.transports.watched_store import Watch, WatchedStore, nobody, poll, run_watched
+from murmura.transports.watched_store import Watch, nobody, poll, run_watched
 
 Store: TypeAlias = Any  # torch.distributed.Store, whose type torch does not export
 
@@ -33,7 +32,6 @@ PAUSE_SECONDS = 0.05  # between two tries to reach a store that is not there yet
 GREET_SECONDS = 5.0  # for a store to answer, once its port does
 GRACE_SECONDS = 2.0  # for a rank to write again what a stranger has overwritten
 LOOK_SECONDS = 0.25  # between two looks whether one has
-DEATH_SECONDS = 1.0  # for the death of a peer to show, after a connection to it broke
 
 
 # The store
@@ -297,7 +295,7 @@ class _Rendezvous:
         if since is not None and time.monotonic() - since > min(GRACE_SECONDS, self._timeout / 2):
             own, other = self._reporter.own, self._reporter.world_rank(peer)
             raise RendezvousError(
-                f"rank {own} cannot read what stands for rank {other} in the store. Was one of them started with a "
+                f"rank {own} cannot read the entry of rank {other} in the store. Was one of them started with a "
                 f"secret, and the other with none or another? {ADVICE}",
                 (other,),
             )
@@ -329,7 +327,8 @@ class _Rendezvous:
 
     def _look_for_deaths(self) -> Exception | None:
         dead = self.liveness.dead()
-        return self._reporter.lost(dead[0], "the rendezvous") if dead else self._watch()
+        error = self._watch()  # after that: a rank which failed because of another has said so before it ended
+        return error or (self._reporter.lost(dead[0], "the rendezvous") if dead else None)
 
     def _missing(self, peers: list[int]) -> RendezvousError:
         missing = self._reporter.names(peers)
@@ -338,44 +337,3 @@ class _Rendezvous:
             "not come. Were they started, with the same coordinator address and world size?",
             tuple(missing),
         )
-
-
-# Connecting
-
-
-def build_group(
-    roster: Roster, world_size: int, backend: str, timeout: float, reporter: Reporter, watch: Watch = nobody
-) -> tuple[Any, Store]:
-    """A process group of one's own, and the store it needs as long; returns when all ranks have connected.
-
-    A rank that went ahead, did its part and closed would otherwise break the connections that others still make.
-    """
-    rank, store = roster.rank, roster.store
-    liveness = Liveness(roster.pids)
-
-    def look() -> Exception | None:
-        dead = liveness.dead()
-        return reporter.lost(dead[0], "the rendezvous") if dead else watch()
-
-    watched = WatchedStore(under(store, "group"), timeout, look)
-    with contextlib.closing(liveness), contextlib.ExitStack() as failed:
-        failed.callback(watched.release)
-        try:
-            make = group_maker(watched, rank, world_size, backend, timeout, len(set(roster.hosts)))
-            group = run_watched(make, timeout + 1.0, look)
-            watched.set(f"connected/{rank}", b"")
-            if rank == 0:  # one asks for all, the others ask for one
-                watched.wait([f"connected/{peer}" for peer in range(world_size)])
-                watched.set("connected", b"")
-            watched.wait(["connected"])
-        except MurmuraError:
-            raise
-        except (RuntimeError, TimeoutError) as error:
-            poll(lambda: False, DEATH_SECONDS, look)  # raises what explains it, if that shows by then
-            raise RendezvousError(
-                f"rank {reporter.own} could not connect to all others over {backend}: {error} Did one of them fail "
-                "meanwhile? `murmura doctor` looks at the network."
-            ) from error
-        failed.pop_all()
-        watched.watch = watch  # what is waited for later is the transport's business
-    return group, watched

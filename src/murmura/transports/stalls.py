@@ -3,7 +3,8 @@
 Stall notes say whom a rank waits for in vain, where every rank of the world can read it. A rank may wait for a peer
 that lives and waits for a third one on another channel; their deadlines pass together. So a rank whose deadline passes
 first tells whom it waits for, then gives the others a grace to tell the same, and blames the rank at the end of the
-chain, which has told nothing. Ranks here are those of the world.
+chain, which has told nothing. A note is forgotten after `NOTE_SECONDS`: whoever told it has given up since, and if its
+program caught the error and went on, it waits for nobody. Ranks here are those of the world.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from murmura.errors import name_ranks
 if TYPE_CHECKING:
     from murmura.transports.error_reporter import Reporter
 
-__all__ = ["StallNotes", "WaitDeadline", "at_fault", "follow", "grace_seconds"]
+__all__ = ["StallNotes", "WaitDeadline", "at_fault", "follow", "grace_seconds", "is_recent"]
 
 log = logging.getLogger("murmura")
 
 WARN_SECONDS = 10.0  # of waiting, until a rank warns for the first time
 FEW_SECONDS, MOST_SECONDS = 0.6, 2.0
+NOTE_SECONDS = 10.0  # for which a note counts: several times the longest grace, in which the others read it
 
 
 class StallNotes(Protocol):
@@ -33,12 +35,17 @@ class StallNotes(Protocol):
         """This rank waits for `awaited` in vain; or no longer, if that is empty."""
 
     def awaited_by(self, rank: int) -> Sequence[int]:
-        """Whom `rank` waits for in vain; empty if it has told nothing."""
+        """Whom `rank` waits for in vain; empty if it has told nothing, or that long ago."""
 
 
 def grace_seconds(timeout: float) -> float:
     """How long after its deadline a rank waits for the others' notes; with what follows, less than 1 s plus 10 %."""
     return min(MOST_SECONDS, FEW_SECONDS + 0.06 * timeout)
+
+
+def is_recent(told: float, now: float) -> bool:
+    """Whether a note that was told at `told` still counts."""
+    return abs(now - told) < NOTE_SECONDS
 
 
 def at_fault(awaited: Sequence[int], notes: StallNotes, own: int) -> list[int]:

@@ -18,6 +18,7 @@ Watch: TypeAlias = Callable[[], Exception | None]
 """Looks whether a rank that is waited for has died or failed; returns the error to raise."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.02  # seconds between two looks
+FINISH_SECONDS = 0.5  # for work that cannot be interrupted to end by itself
 _Base: Any = dist.Store  # type: ignore[attr-defined]
 
 
@@ -33,6 +34,8 @@ def poll(is_over: Callable[[], bool], seconds: float, watch: Watch) -> bool:
     while not is_over():
         error = watch()
         if error is not None:
+            if is_over():  # by what was said between the two looks
+                return True
             raise error
         left = deadline - time.monotonic()
         if left <= 0:
@@ -48,8 +51,12 @@ T = TypeVar("T")
 def run_watched(work: Callable[[], T], seconds: float, watch: Watch) -> T:
     """What `work` returns or raises; TimeoutError after `seconds`, or at once what `watch` finds.
 
-    `work` cannot be interrupted, so it then goes on in a thread of its own, which the end of this process ends.
+    `work` cannot be interrupted, so it may then go on in a thread of its own, which the end of this process ends. What
+    `watch` finds is raised a little later if `work` does not end: peers that live still answer it, and if it went on
+    without them, or they without it, each would wait for the other until its time is up.
     """
+    if (error := watch()) is not None:
+        raise error
     results: list[T] = []
     errors: list[BaseException] = []
     ended = threading.Event()
@@ -66,8 +73,8 @@ def run_watched(work: Callable[[], T], seconds: float, watch: Watch) -> T:
     thread.start()
     deadline = time.monotonic() + seconds
     while not ended.wait(min(LONGEST_PAUSE, max(0.0, deadline - time.monotonic()))):
-        error = watch()
-        if error is not None:
+        if (error := watch()) is not None:
+            ended.wait(FINISH_SECONDS)
             raise error
         if time.monotonic() >= deadline:
             raise TimeoutError(f"it took more than {seconds:.1f} s.")

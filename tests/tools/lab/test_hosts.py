@@ -127,14 +127,15 @@ def shaped(hosts: Hosts) -> list[int]:
 
 @needs_namespaces
 def test_a_rank_that_fails_is_named_and_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("murmura.tools.lab.running.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("murmura.launch.supervisor.GRACE_SECONDS", 0.2)
     fail = "import os, signal, sys\nif os.environ['RANK'] == '1': sys.exit('no luck')\nsignal.pause()"
     with Hosts(2) as hosts, pytest.raises(PeerLost, match=r"rank 1 on host 1 exited with status 1:\nno luck"):
         hosts.run(python(fail), capture=True, timeout=30)
 
 
 @needs_namespaces
-def test_ranks_that_do_not_end_are_ended_at_the_deadline() -> None:
+def test_ranks_that_do_not_end_are_ended_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("murmura.launch.supervisor.GRACE_SECONDS", 0.2)
     with Hosts(2) as hosts, pytest.raises(PeerTimeout, match="ranks 0, 1 of the lab had not ended"):
         hosts.run(python("import signal; signal.pause()"), timeout=0.5)
 

@@ -10,10 +10,7 @@ from typer.testing import CliRunner
 from murmura.tools.cli.main import app
 from tools.lab.conditions import needs_namespaces
 
-pytestmark = [
-    needs_namespaces,
-    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),  # torch leaves a rank's files open
-]
+pytestmark = needs_namespaces
 
 
 def murmura_lab(*words: str) -> Any:

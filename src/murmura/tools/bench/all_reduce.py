@@ -1,17 +1,4 @@
-"""The all-reduce benchmark: murmura and its peers on one set of rank processes, in one run. Its fields in JSON:
-
-ranks               processes, all on this machine
-operation, dtype    "sum", "float32"
-seconds_per_size    as ordered
-rows                one for each size and contestant:
-    size_bytes      length of the message on each rank
-    contestant      "murmura allocated", "murmura any tensor", "gloo", "mpich"
-    microseconds    of one all-reduce: the median over the rounds of the slowest rank's time
-    quartiles       [first, third] of the same, in microseconds
-    gb_per_s        size_bytes / time, in 1e9 bytes a second
-    rounds, batch   how often it was measured, and how many all-reduces were timed together each time
-    ratio           on murmura's rows, by peer: the peer's median / this median. Above 1, murmura is faster
-"""
+"""The all-reduce benchmark: murmura and its peers on one set of rank processes, in one run."""
 
 from __future__ import annotations
 
@@ -22,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import torch
 
 from murmura import Transport
@@ -32,8 +20,7 @@ from murmura.tools.bench.buffers import num_buffers, size_faults
 from murmura.tools.bench.harness import Report, Sample, load, ratios, take_turns
 from murmura.tools.bench.mpiexec import find_mpiexec, run_under_mpiexec
 from murmura.tools.bench.sizes import format_size
-from murmura.tools.experiments.machine import available_bytes, physical_bytes
-from murmura.tools.options import check_seconds, command_line, raise_faults
+from murmura.tools.options import check_seconds, raise_faults
 from murmura.tools.progress import Progress, Tell, silent, teller, watching
 
 PROGRESS = "progress"
@@ -63,20 +50,13 @@ class AllReduceSpec:
             faults.append("there is no size to measure. Name at least one.")
         raise_faults([*faults, *size_faults(self.sizes_bytes), *check_seconds(self.seconds)])
 
-    def command(self) -> str:
-        sizes = tuple(format_size(size).replace(" ", "") for size in self.sizes_bytes)
-        options = {"ranks": self.ranks, "sizes": sizes, "against": self.peers or None, "seconds": self.seconds}
-        return command_line("murmura bench all-reduce", options)
-
     def needed_bytes(self, size_bytes: int) -> int:
         """About the memory that all ranks use together at one size: two pools, staging, the check of the sum."""
         return self.ranks * size_bytes * (2 * num_buffers(size_bytes) + 4)
 
 
-def check_memory(spec: AllReduceSpec, available: int | None) -> None:
-    """Raise a ConfigError if a size would not fit into the available memory, as far as that is known."""
-    if available is None:
-        return
+def check_memory(spec: AllReduceSpec, available: int) -> None:
+    """Raise a ConfigError if a size would not fit into the available memory."""
     for size in spec.sizes_bytes:
         needed = spec.needed_bytes(size)
         if needed > 0.8 * available:
@@ -88,7 +68,7 @@ def check_memory(spec: AllReduceSpec, available: int | None) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant at one size; the module's docstring explains the fields."""
+    """One contestant at one size; benchmarks/README.md explains the fields."""
 
     size_bytes: int
     contestant: str
@@ -127,7 +107,7 @@ def run_all_reduce(spec: AllReduceSpec, on_progress: Tell = silent) -> AllReduce
     Raises a ConfigError before anything is started if this machine cannot do it, another `MurmuraError` if the
     measurement fails or a contestant sums wrongly.
     """
-    check_memory(spec, available_bytes() or physical_bytes())
+    check_memory(spec, psutil.virtual_memory().available)
     with_mpi = Peer.MPICH in spec.peers
     if with_mpi:
         find_mpiexec()

@@ -1,20 +1,4 @@
-"""What compressing costs, beside a copy of the same tensor. Fields in JSON:
-
-dtype               "float32"
-seconds             as ordered, for each device
-devices             name: what it is
-rows                one for each device, compressor and operation:
-    device          "cpu" (one thread) or "cuda"
-    compressor      "copy", or the compressor as Python writes it
-    operation       "copy", "encode", "decode", "decode-add"
-    size_bytes      length of the tensor
-    least_bytes     what must be read and written at least
-    microseconds    the median over all rounds
-    quartiles       [first, third] of the same
-    times_copy      this median / that of the copy
-    of_copy_bandwidth  least_bytes / median, over the same of the copy
-    rounds          how often it was measured
-"""
+"""What compressing costs, beside a copy of the same tensor."""
 
 from __future__ import annotations
 
@@ -32,8 +16,7 @@ from murmura.compressors import Cast, Compressor, MinMaxUInt8
 from murmura.errors import MurmuraError
 from murmura.tools.bench.buffers import ELEMENT_BYTES, num_buffers, size_faults
 from murmura.tools.bench.harness import Contestant, Report, load, take_turns
-from murmura.tools.bench.sizes import format_size
-from murmura.tools.options import check_seconds, command_line, raise_faults
+from murmura.tools.options import check_seconds, raise_faults
 from murmura.tools.progress import Progress, Tell, silent
 
 COPY = "copy"
@@ -56,16 +39,10 @@ class CompressorsSpec:
         """The devices that are here, each with the length of its tensors."""
         return {"cpu": self.size_bytes} | ({"cuda": self.cuda_size_bytes} if torch.cuda.is_available() else {})
 
-    def command(self) -> str:
-        size, cuda_size = (format_size(each).replace(" ", "") for each in (self.size_bytes, self.cuda_size_bytes))
-        return command_line(
-            "murmura bench compressors", {"size": size, "cuda-size": cuda_size, "seconds": self.seconds}
-        )
-
 
 @dataclass(frozen=True)
 class Row:
-    """One operation; the module's docstring explains the fields."""
+    """One operation; benchmarks/README.md explains the fields."""
 
     device: str
     compressor: str

@@ -36,7 +36,7 @@ from murmura.algorithms import algorithm_named
 from murmura.tools.bench.cuda_models import CUDA_MODELS, CudaModel
 from murmura.tools.bench.harness import Report, load
 from murmura.tools.one_gpu import LABEL, OneGPU
-from murmura.tools.options import check_seconds, command_line, raise_faults
+from murmura.tools.options import check_seconds, raise_faults
 from murmura.tools.progress import Progress, Tell, silent
 
 BARE, TORCH, TORCH_BF16, MURMURA, CAST = "bare", "torch-ddp", "torch-ddp-bf16", "murmura", "cast-bf16"
@@ -52,7 +52,6 @@ class CudaDDPSpec:
     ranks: tuple[int, ...] = (2, 4)
     models: tuple[str, ...] = tuple(CUDA_MODELS)
     algorithms: tuple[str, ...] = ()
-    peers: tuple[str, ...] = (TORCH,)
     seconds: float = 4.0
 
     def __post_init__(self) -> None:
@@ -69,18 +68,7 @@ class CudaDDPSpec:
     def contestants(self) -> list[str]:
         """In the order they are measured."""
         both = [TORCH, TORCH_BF16] if self.algorithms else [TORCH]
-        return [BARE, *(both if TORCH in self.peers else []), MURMURA, *self.algorithms]
-
-    def command(self) -> str:
-        options = {
-            "device": ("cuda",),
-            "ranks": self.ranks,
-            "models": self.models,
-            "algorithms": self.algorithms or None,
-            "against": self.peers or None,
-            "seconds": self.seconds,
-        }
-        return command_line("murmura bench ddp", options)
+        return [BARE, *both, MURMURA, *self.algorithms]
 
     def stages(self) -> list[str]:
         return [f"{model}, {ranks} ranks" for ranks in self.ranks for model in self.models]

@@ -24,22 +24,16 @@ from murmura.tools.bench.harness import Sample, load, slowest, take_turns
 from murmura.tools.bench.memory import measure_memory
 from murmura.tools.bench.models import MODELS, Model
 from murmura.tools.bench.steps import NUM_BATCHES, PHASES, Method, bare, held_back, murmura_ddp, prepare, torch_ddp
-from murmura.tools.options import check_seconds, command_line, raise_faults
+from murmura.tools.options import check_seconds, raise_faults
 from murmura.tools.progress import Progress, ProgressFile, Tell, silent, teller, watching
 
-MURMURA, HELD_BACK, BARE = "murmura", "murmura no overlap", "bare"
+MURMURA, HELD_BACK, TORCH_DDP, BARE = "murmura", "murmura no overlap", "torch-ddp", "bare"
 OVERLAPPED, NOT_OVERLAPPED, DEFAULT_BUCKETS = "overlapped", "not overlapped", "default buckets"  # on the slow link
 SMALL_BUCKET_BYTES = 2**20  # small enough for the gradients of any model to leave in several parts
 BATCH_SECONDS = 0.15  # about what a batch lasts
 BATCH_STEPS = (2, 16)
 TRIAL_STEPS = 3  # after the first one; in the second both DDPs plan their buckets anew
 PROGRESS = "progress"
-
-
-class DDPPeer(StrEnum):
-    """The alternatives to murmura's DDP."""
-
-    TORCH_DDP = "torch-ddp"
 
 
 class StageKind(StrEnum):
@@ -69,14 +63,12 @@ class DDPSpec:
     Attributes:
         ranks: how many processes on this host, one measurement each; one rank is measured in any case.
         models: what they train, by name.
-        peers: who is measured beside murmura.
         seconds: how long to measure each model with each number of ranks, all contestants together, and as long again
             on the slow link; a few rounds are measured in any case.
     """
 
     ranks: tuple[int, ...] = (2, 4)
     models: dict[str, Model] = field(default_factory=lambda: dict(MODELS))
-    peers: tuple[DDPPeer, ...] = (DDPPeer.TORCH_DDP,)
     seconds: float = 10.0
 
     def __post_init__(self) -> None:
@@ -91,11 +83,6 @@ class DDPSpec:
     def rank_counts(self) -> tuple[int, ...]:
         """All that are measured: one rank first, which shows what wrapping alone costs."""
         return tuple(sorted({1, *self.ranks}))
-
-    def command(self) -> str:
-        names = tuple(self.models)
-        options = {"ranks": self.ranks, "models": names, "against": self.peers or None, "seconds": self.seconds}
-        return command_line("murmura bench ddp", options)
 
     def stages(self) -> list[Stage]:
         """All that is done, in order; a slow link is as fast as the step before it says."""
@@ -130,32 +117,32 @@ def run_ddp(spec: DDPSpec, on_progress: Tell = silent) -> Measured:
 
 
 def _add(found: Measured, spec: DDPSpec, index: int, stage: Stage, folder: Path) -> None:
-    """Carry out `stage` in new processes, which meet in a new folder beside the file of progress."""
+    """Carry out `stage` in new processes, each with a new folder beside the file of progress."""
     what, recipe = f"the measurement of {stage}", spec.models[stage.model]
 
-    def meeting() -> Path:
+    def new_folder() -> Path:
         return Path(tempfile.mkdtemp(dir=folder))
 
     if stage.kind is StageKind.STEP:
-        order = (recipe, spec.peers, spec.seconds, index, meeting())
+        order = (recipe, spec.seconds, index, new_folder())
         found.steps[stage] = ranks.run_here(what, measure_steps, stage.ranks, *order)
     elif stage.kind is StageKind.SLOW_LINK:
         alone = backward_seconds(found.steps[stage._replace(kind=StageKind.STEP)])
         rate = matching_bandwidth(recipe.num_bytes(), stage.ranks, alone)
-        link = (recipe, rate, spec.seconds, index, meeting())
+        link = (recipe, rate, spec.seconds, index, new_folder())
         found.slow_link[stage] = rate, ranks.run_here(what, measure_slow_link, stage.ranks, *link)
     else:
-        tell, names = ProgressFile(folder / PROGRESS), [MURMURA, *spec.peers, BARE]
+        tell, names = ProgressFile(folder / PROGRESS), [MURMURA, TORCH_DDP, BARE]
         used = found.memory.setdefault(stage, {})
         for place, name in enumerate(names):
             tell(Progress(index, place / len(names)))
-            used[name] = ranks.run_here(what, measure_memory, stage.ranks, step_method, recipe, name, meeting())
+            used[name] = ranks.run_here(what, measure_memory, stage.ranks, step_method, recipe, name, new_folder())
         tell(Progress(index, 1.0, len(names)))
 
 
-def step_names(peers: tuple[DDPPeer, ...], world_size: int) -> list[str]:
+def step_names(world_size: int) -> list[str]:
     """Return the contestants of an ordinary step, in the order of the table."""
-    return [MURMURA, *([HELD_BACK] if world_size > 1 else []), *peers, BARE]
+    return [MURMURA, *([HELD_BACK] if world_size > 1 else []), TORCH_DDP, BARE]
 
 
 def step_method(name: str, transport: Transport, folder: Path) -> Method:
@@ -164,7 +151,7 @@ def step_method(name: str, transport: Transport, folder: Path) -> Method:
         return murmura_ddp(name, transport)
     if name == HELD_BACK:
         return held_back(name, transport)
-    if name == DDPPeer.TORCH_DDP:
+    if name == TORCH_DDP:
         return torch_ddp(name, transport, folder / name)
     assert name == BARE, name
     return bare(name)
@@ -183,12 +170,10 @@ def slow_link_methods(transport: Transport) -> list[Method]:
     ]
 
 
-def measure_steps(
-    transport: Transport, recipe: Model, peers: tuple[DDPPeer, ...], seconds: float, index: int, folder: Path
-) -> list[Sample]:
+def measure_steps(transport: Transport, recipe: Model, seconds: float, index: int, folder: Path) -> list[Sample]:
     """Measure all contestants of an ordinary step in this dedicated process; every rank returns the same."""
     torch.set_num_threads(1)
-    methods = [step_method(name, transport, folder) for name in step_names(peers, transport.world_size)]
+    methods = [step_method(name, transport, folder) for name in step_names(transport.world_size)]
     return measure(transport, methods, recipe, seconds, index, teller(transport, folder.parent / PROGRESS))
 
 

@@ -1,26 +1,4 @@
-"""The result of the DDP benchmark. Its fields in JSON:
-
-seconds_per_stage   as ordered: for a model with a number of ranks
-models              by name: about, parameters, gradient_bytes
-steps               ordinary training steps over shared memory, one row for each model, rank count and contestant:
-    model, ranks    which
-    contestant      "murmura", "murmura no overlap", "torch-ddp", "bare"
-    milliseconds    of one step: the median over the rounds of the slowest rank's time
-    quartiles       [first, third] of the same, in milliseconds
-    phases          forward, backward (with the communication) and optimizer: medians of the rank slowest in each
-    cpu_milliseconds  processor time of a step, all threads of the rank that uses most: the median. A busy machine
-                    changes it less than the time
-    rounds, batch   how often it was measured, and how many steps were timed together each time
-    ratio           on the row of "murmura", by other contestant: its median / this median. Above 1, murmura is faster
-slow_link           the same over a link on which communication takes about as long as backward; further fields:
-    bandwidth       of the link of each rank, bits per second as in "100mbit"
-    contestant      murmura "overlapped" and "not overlapped", both in small buckets, and with "default buckets"
-    ratio           on the row of "overlapped"
-memory              one row for each model, rank count and contestant:
-    model, ranks, contestant
-    bytes           of a rank, as the proportional set size: a page shared by n processes counts as 1/n
-    extra_bytes     beyond the bare module
-"""
+"""The result of the DDP benchmark."""
 
 from __future__ import annotations
 
@@ -36,7 +14,7 @@ from murmura.tools.bench.steps import CPU, PHASES
 
 @dataclass(frozen=True)
 class StepRow:
-    """One contestant of one model on so many ranks; the module's docstring explains the fields."""
+    """One contestant of one model on so many ranks; benchmarks/README.md explains the fields."""
 
     model: str
     ranks: int
@@ -53,7 +31,7 @@ class StepRow:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """What one contestant holds; the module's docstring explains the fields."""
+    """What one contestant holds; benchmarks/README.md explains the fields."""
 
     model: str
     ranks: int

@@ -1,7 +1,7 @@
 """The benchmark harness: contestants take turns in the same processes, round after round.
 
 A *round* gives each contestant one *batch* of operations that are timed together, and who begins rotates. So whatever
-the machine does meanwhile, it does to all of them. The report of every benchmark has the fields of `Report.to_json`.
+the machine does meanwhile, it does to all of them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
 from murmura import Transport
 from murmura.tools.experiments.machine import Machine
+from murmura.tools.options import typed_command
 from murmura.tools.progress import Progress, Tell, silent
 
 MIN_ROUNDS = 5  # with fewer a median is meaningless
@@ -110,15 +111,7 @@ def ratios(samples: Sequence[Sample], to: Sample) -> dict[str, float]:
     return {each.contestant: each.seconds / to.seconds for each in samples if each is not to}
 
 
-class Order(Protocol):
-    """The specification of a benchmark."""
-
-    def command(self) -> str:
-        """Return the command that repeats it."""
-        ...
-
-
-Spec = TypeVar("Spec", bound=Order)
+Spec = TypeVar("Spec")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,20 +132,12 @@ class Report(ABC, Generic[Spec]):
         """Return the fields that this benchmark adds to its JSON file."""
 
     def to_json(self) -> str:
-        """The text of a JSON file.
-
-        benchmark, schema_version  which; the version grows when a field changes its meaning
-        date, command       when the measurement ended (ISO 8601, UTC), and what repeats it
-        machine             cpu (model), cores (usable by this process), system, python, torch, murmura
-        load_before         processes that wanted a core in the minute before: above 0, others were at work too
-        contestants         by name: what it was, with its configuration and versions
-        ...                 the benchmark's own fields; its module explains them
-        """
+        """Return the text of a JSON file, whose fields benchmarks/README.md explains."""
         header = {
             "benchmark": self.benchmark,
             "schema_version": self.schema_version,
             "date": self.date,
-            "command": self.spec.command(),
+            "command": typed_command(),
             "machine": asdict(self.machine),
             "load_before": self.load_before,
             "contestants": self.contestants,

@@ -11,9 +11,10 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 
-from murmura import MurmuraError, Transport
+from murmura import Transport
 from murmura.tools.bench.models import Model
 from murmura.tools.bench.steps import Method, prepare
 
@@ -36,19 +37,11 @@ def measure_memory(
     gc.collect()
     _return_free_memory()
     transport.barrier()  # all are there, so that what is shared is shared by all
-    used = torch.tensor([float(proportional_bytes())], dtype=torch.float64)
+    used = torch.tensor([float(psutil.Process().memory_full_info().pss)], dtype=torch.float64)
     transport.barrier()
     transport.all_reduce(used, "mean")
     contestant.close()
     return used.item()
-
-
-def proportional_bytes(rollup: Path = Path("/proc/self/smaps_rollup")) -> int:
-    """The proportional set size of this process."""
-    for line in rollup.read_text(encoding="ascii").splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise MurmuraError(f"{rollup} does not tell the proportional set size (Pss) of a process.")
 
 
 def _return_free_memory() -> None:

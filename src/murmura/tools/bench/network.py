@@ -2,24 +2,7 @@
 
 `run_network` makes the hosts and starts a rank on each; `measure` is what the ranks do. The rank asks for the next rate
 when it has done with the last: in the folder that all share, the first line of `progress` for a rate asks for it, and
-`shaped-I` says that the links have rate I. Fields in JSON:
-
-hosts               simulated ones, a rank each
-seconds_per_rate    as ordered
-model               about, parameters, gradient_bytes
-rows                one for each rate and contestant:
-    algorithm       its name, "torch-ddp", "torch-ddp fp16", "torch-ddp powersgd" or "no communication"
-    rate            of every host's link in each direction, as in "100mbit"
-    step_ms         milliseconds of a step: the median over the rounds of the slowest rank's; for algorithms that
-                    communicate once in so many steps, the mean over that period
-    quartiles       [first, third] of the same
-    bytes           that a host sent in a step, as its interface counts them, headers included: the mean over hosts and
-                    rounds
-    bytes_by_host   the same for each host
-    payload_bytes   `bytes` without the headers of Ethernet, IP and TCP
-    formula_bytes   what a rank must send in a step, without the headers of a network
-    ratio           torch DDP's step_ms / this: above 1, faster than torch's DDP; absent if that was not measured
-    rounds, batch   how often it was measured, and how many steps were timed together each time
+`shaped-I` says that the links have rate I.
 """
 
 from __future__ import annotations
@@ -31,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,7 +40,7 @@ from murmura.tools.bench.network_contestants import (
 from murmura.tools.bench.steps import SENT_BYTES, SENT_PACKETS, Method, prepare
 from murmura.tools.lab import Hosts
 from murmura.tools.lab.network import Counters, interface_traffic
-from murmura.tools.options import check_seconds, command_line, raise_faults
+from murmura.tools.options import check_seconds, raise_faults
 from murmura.tools.progress import Progress, ProgressFile, Tell, silent, teller, watching
 from murmura.transports.decorators.throttled import parse_rate
 
@@ -69,12 +51,6 @@ MIN_ROUNDS = 3
 SHAPING_SECONDS = 30.0
 POLL_SECONDS = 0.02
 HEADER_BYTES = 14 + 20 + 32  # of a packet: Ethernet, IPv4, TCP with time stamps
-
-
-class NetworkPeer(StrEnum):
-    """The alternatives to measure."""
-
-    TORCH_DDP = "torch-ddp"  # as it comes, and with its own hooks for fp16 and PowerSGD
 
 
 # Much to send (10.01 million parameters) and little to compute: few rows a rank, and an optimizer without state.
@@ -89,7 +65,7 @@ class NetworkSpec:
         hosts: how many are simulated; each holds one rank.
         rates: of every host's link, in both directions, one measurement each.
         algorithms: by name, who is measured.
-        peers: who is measured beside them.
+        with_torch: whether torch's DDP is measured beside them.
         seconds: how long to measure each rate, all contestants together; a few rounds are measured in any case.
         model: what they train.
     """
@@ -97,7 +73,7 @@ class NetworkSpec:
     hosts: int = 4
     rates: tuple[str, ...] = ("100mbit", "1gbit")
     algorithms: tuple[str, ...] = tuple(algorithm_names())
-    peers: tuple[NetworkPeer, ...] = (NetworkPeer.TORCH_DDP,)
+    with_torch: bool = True
     seconds: float = 120.0
     model: MLP = MODEL
 
@@ -109,24 +85,14 @@ class NetworkSpec:
             faults.append("there is nothing to measure. Name at least one rate and one algorithm.")
         raise_faults([*faults, *check_seconds(self.seconds)])
 
-    def command(self) -> str:
-        options = {
-            "hosts": self.hosts,
-            "bandwidth": self.rates,
-            "algorithms": self.algorithms,
-            "against": self.peers or None,
-            "seconds": self.seconds,
-        }
-        return command_line("murmura bench network", options)
-
     def contestants(self) -> list[str]:
         """Return the contestants, in the order of the table."""
-        return [*(TORCHS if NetworkPeer.TORCH_DDP in self.peers else ()), *self.algorithms, BARE]
+        return [*(TORCHS if self.with_torch else ()), *self.algorithms, BARE]
 
 
 @dataclass(frozen=True)
 class NetworkRow:
-    """One contestant at one rate; the module's docstring explains the fields."""
+    """One contestant at one rate; benchmarks/README.md explains the fields."""
 
     algorithm: str
     rate: str

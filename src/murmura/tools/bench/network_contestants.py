@@ -26,7 +26,6 @@ from murmura import (
 from murmura.algorithms import algorithm_named
 from murmura.tools.bench.models import Model
 from murmura.tools.bench.steps import Method, Wrapped, bare, murmura_ddp
-from murmura.tools.experiments.traffic import bytes_per_step
 
 TORCH_DDP, FP16, POWER_SGD = "torch-ddp", "torch-ddp fp16", "torch-ddp powersgd"
 TORCHS = (TORCH_DDP, FP16, POWER_SGD)
@@ -78,10 +77,10 @@ def formula_bytes(name: str, shapes: Sequence[Sequence[int]], num_ranks: int) ->
     if name == BARE:
         return 0.0
     if name == POWER_SGD:
-        return bytes_per_step(all_reduce, sum(_low_rank(shape) for shape in shapes), num_ranks)
+        return all_reduce.bytes_per_round(sum(_low_rank(shape) for shape in shapes), num_ranks)
     if name == FP16:
-        return bytes_per_step(all_reduce, numel, num_ranks) / 2
-    return bytes_per_step(algorithm_of(name) or all_reduce, numel, num_ranks)
+        return all_reduce.bytes_per_round(numel, num_ranks) / 2
+    return (algorithm_of(name) or all_reduce).bytes_per_round(numel, num_ranks)
 
 
 def _low_rank(shape: Sequence[int]) -> int:

@@ -13,7 +13,7 @@ _DECIMAL = {"k", "kb", "m", "mb", "g", "gb"}
 
 
 def parse_size(text: str) -> int:
-    """The bytes that `text` stands for; a ConfigError if it is no whole number of them."""
+    """The bytes that `text` means; a ConfigError if it is no whole number of them."""
     match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\s*", text, re.ASCII)
     if match is None:
         raise ConfigError(f"{text.strip()!r} is not a size. Write bytes, or a number with KiB, MiB or GiB: 64KiB.")

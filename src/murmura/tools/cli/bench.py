@@ -15,10 +15,10 @@ from murmura.tools.bench.all_reduce_contestants import Peer
 from murmura.tools.bench.compressors import CompressorsSpec, run_compressors
 from murmura.tools.bench.cuda_ddp import CAST, CudaDDPSpec, run_cuda_ddp
 from murmura.tools.bench.cuda_models import CUDA_MODELS
-from murmura.tools.bench.ddp import DDPPeer, DDPSpec, run_ddp
+from murmura.tools.bench.ddp import DDPSpec, run_ddp
 from murmura.tools.bench.ddp_report import report_of
 from murmura.tools.bench.models import MODELS
-from murmura.tools.bench.network import NetworkPeer, NetworkSpec, run_network
+from murmura.tools.bench.network import NetworkSpec, run_network
 from murmura.tools.bench.sizes import format_size, parse_size
 from murmura.tools.cli.bench_tables import (
     all_reduce_table,
@@ -27,7 +27,7 @@ from murmura.tools.cli.bench_tables import (
     ddp_tables,
     network_table,
 )
-from murmura.tools.cli.completion import among
+from murmura.tools.cli.completion import Algorithms, among
 from murmura.tools.cli.failures import exit_on_error
 from murmura.tools.cli.output import JSON_HELP, check_writable, print_result, showing_progress, write
 from murmura.tools.experiments import TASKS, convergence, parse_algorithms
@@ -36,6 +36,7 @@ from murmura.transports.decorators.throttled import parse_rate
 from murmura.types import parse
 
 MAX_RANKS = 64
+TORCH_DDP = "torch-ddp"
 
 
 class Device(StrEnum):
@@ -51,15 +52,14 @@ app = typer.Typer(
     help="Measure murmura and its alternatives on this machine.", no_args_is_help=True, rich_markup_mode="markdown"
 )
 Json = Annotated[Path | None, typer.Option(help=JSON_HELP, metavar="FILE")]
-RankCounts = Annotated[str, typer.Option("-n", "--ranks", help="Numbers of ranks: a list.", metavar="LIST")]
-Algorithms = Annotated[
+Against = Annotated[
     str,
     typer.Option(
-        help=f"A list of {', '.join(algorithm_names())}; or all. `murmura algorithms` describes each.",
-        metavar="LIST",
-        autocompletion=among(["all", *algorithm_names()]),
+        help="Alternatives to measure: torch-ddp, which is torch's DDP on Gloo, on a GPU on NCCL (and its hooks, too).",
+        metavar="PEERS",
     ),
 ]
+RankCounts = Annotated[str, typer.Option("-n", "--ranks", help="Numbers of ranks: a list.", metavar="LIST")]
 
 
 @app.callback()
@@ -138,12 +138,7 @@ def ddp(
             metavar="LIST",
         ),
     ] = "",
-    against: Annotated[
-        str,
-        typer.Option(
-            help="Alternatives to measure: torch-ddp, which is torch's DDP on Gloo, on a GPU on NCCL.", metavar="PEERS"
-        ),
-    ] = "torch-ddp",
+    against: Against = TORCH_DDP,
     seconds: Annotated[
         float,
         typer.Option(
@@ -163,21 +158,21 @@ def ddp(
     With `--device cuda` several NCCL ranks share one GPU. A step is timed until the GPU is done, until the host is
     free, and in a row; the figures compare schedules and bytes on loopback sockets, and say nothing of several GPUs.
 
-    For example: `murmura bench ddp --ranks 2,4 --models charlm --seconds 20 --json result.json`
+    For example: `murmura bench ddp --ranks 2,4 --models charlm --against torch-ddp --json result.json`
     """
     with exit_on_error():
         counts = parse_list(ranks, parse_num_ranks)
-        peers = parse_list(against, lambda entry: parse(DDPPeer, entry, "--against"))
+        parse_list(against, one_of([TORCH_DDP], "--against"))
         known = MODELS if parse(Device, device, "--device") is Device.CPU else CUDA_MODELS
         chosen = parse_list(models or ",".join(known), one_of(known, "--models"))
         check_writable(json)
         if known is CUDA_MODELS:
             also = parse_list(algorithms, one_of([CAST, *algorithm_names()], "--algorithms")) if algorithms else ()
-            _cuda_ddp(CudaDDPSpec(ranks=counts, models=chosen, algorithms=also, peers=peers, seconds=seconds), json)
+            _cuda_ddp(CudaDDPSpec(ranks=counts, models=chosen, algorithms=also, seconds=seconds), json)
             return
         if algorithms:
             raise ConfigError("--algorithms goes with --device cuda; `murmura bench network` compares them on CPUs.")
-        spec = DDPSpec(ranks=counts, models={name: MODELS[name] for name in chosen}, peers=peers, seconds=seconds)
+        spec = DDPSpec(ranks=counts, models={name: MODELS[name] for name in chosen}, seconds=seconds)
         with showing_progress([str(stage) for stage in spec.stages()]) as on_progress:
             report = report_of(spec, run_ddp(spec, on_progress))
         print_result(ddp_tables(report), report.contestants, json, report.to_json())
@@ -218,17 +213,13 @@ def compressors(
 def network(
     hosts: Annotated[int, typer.Option(help="Number of simulated hosts, with one rank each.", metavar="N")] = 4,
     bandwidth: Annotated[
-        str, typer.Option(help="Bandwidths of each host's link, in both directions: a list.", metavar="LIST")
-    ] = ",".join(DEFAULTS.rates),
-    algorithms: Algorithms = "all",
-    against: Annotated[
         str,
         typer.Option(
-            help="Alternatives to measure: torch-ddp, which is torch's DDP on Gloo, by default and with its hooks "
-            "for fp16 and PowerSGD.",
-            metavar="PEERS",
+            "--bandwidth", "--rate", help="Bandwidths of each host's link, in both directions: a list.", metavar="LIST"
         ),
-    ] = "torch-ddp",
+    ] = ",".join(DEFAULTS.rates),
+    algorithms: Algorithms = "all",
+    against: Against = TORCH_DDP,
     seconds: Annotated[
         float, typer.Option(help="Seconds to measure each rate, all contestants together; at least 3 rounds.")
     ] = DEFAULTS.seconds,
@@ -244,11 +235,11 @@ def network(
     For example: `murmura bench network --hosts 4 --bandwidth 100mbit,1gbit --against torch-ddp --json result.json`
     """
     with exit_on_error():
+        parse_list(against, one_of([TORCH_DDP], "--against"))
         spec = NetworkSpec(
             hosts=hosts,
             rates=parse_list(bandwidth, parse_bandwidth),
             algorithms=parse_algorithms(algorithms),
-            peers=parse_list(against, lambda entry: parse(NetworkPeer, entry, "--against")),
             seconds=seconds,
         )
         check_writable(json)

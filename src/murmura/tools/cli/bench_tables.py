@@ -11,7 +11,7 @@ from rich.text import Text
 from murmura.tools.bench.all_reduce import AllReduceReport
 from murmura.tools.bench.compressors import CompressorsReport
 from murmura.tools.bench.cuda_ddp import CudaDDPReport
-from murmura.tools.bench.ddp import BARE, DEFAULT_BUCKETS, HELD_BACK, MURMURA, NOT_OVERLAPPED, OVERLAPPED
+from murmura.tools.bench.ddp import BARE, DEFAULT_BUCKETS, HELD_BACK, MURMURA, NOT_OVERLAPPED, OVERLAPPED, TORCH_DDP
 from murmura.tools.bench.ddp_report import DDPReport, MemoryRow, StepRow
 from murmura.tools.bench.network import NetworkReport, NetworkRow
 from murmura.tools.bench.network_contestants import BARE as NO_COMMUNICATION
@@ -90,10 +90,9 @@ def ddp_tables(report: DDPReport) -> list[Table]:
 
 def steps_table(report: DDPReport) -> Table:
     """One row per model and number of ranks: milliseconds of all, and their ratios."""
-    peers = report.spec.peers
-    names = [MURMURA, HELD_BACK, *peers, BARE]
+    names = [MURMURA, HELD_BACK, TORCH_DDP, BARE]
     machine = report.machine
-    ratios = [*(f"{TITLES[peer]}\n/ murmura" for peer in peers), "murmura\n/ bare", "no overlap\n/ murmura"]
+    ratios = [f"{TITLES[TORCH_DDP]}\n/ murmura", "murmura\n/ bare", "no overlap\n/ murmura"]
     table = plain_table(
         f"training step, one thread a rank on {machine.cores} cores ({machine.cpu}), milliseconds",
         "medians of the slowest rank, in brackets the quartiles; load before the start: " + digits(report.load_before),
@@ -105,7 +104,7 @@ def steps_table(report: DDPReport) -> Table:
             own.model,
             str(own.ranks),
             *(_time(rows.get(name)) for name in names),
-            *(ratio(own.ratio[peer]) for peer in peers),
+            ratio(own.ratio[TORCH_DDP]),
             f"{1 / own.ratio[BARE]:.3f}",
             ratio(own.ratio.get(HELD_BACK)),
         )
@@ -166,8 +165,8 @@ def network_table(report: NetworkReport, rate: str) -> Table:
     rows = [row for row in report.rows if row.rate == rate]
     table = plain_table(
         f"{report.spec.hosts} hosts, links of {rate}: {report.spec.model.about}",
-        f"{verdict(rows)}\nmedians of the slowest rank, in brackets the quartiles; MB sent by a host in a "
-        f"step, after headers; load before the start: {digits(report.load_before)}",
+        f"{slower_than_all_reduce(rows)}\nmedians of the slowest rank, in brackets the quartiles; MB sent by a host in "
+        f"a step, after headers; load before the start: {digits(report.load_before)}",
         ["algorithm", "step, ms", "x torch DDP", "MB sent", "by formula", "off by"],
     )
     for row in rows:
@@ -182,7 +181,7 @@ def network_table(report: NetworkReport, rate: str) -> Table:
     return table
 
 
-def verdict(rows: list[NetworkRow]) -> str:
+def slower_than_all_reduce(rows: list[NetworkRow]) -> str:
     """Name the contestants that are slower than plain all-reduce at this rate."""
     plain = next((row for row in rows if row.algorithm == "gradient_allreduce"), None)
     if plain is None:

@@ -11,8 +11,7 @@ import typer
 from rich.table import Table
 
 from murmura import ConfigError
-from murmura.algorithms import algorithm_names
-from murmura.tools.cli.completion import among
+from murmura.tools.cli.completion import Algorithms, among
 from murmura.tools.cli.failures import exit_on_error
 from murmura.tools.cli.output import (
     INTERRUPTED,
@@ -41,14 +40,7 @@ def command(
         str,
         typer.Option(help=f"Task to train: {', '.join(TASKS)}.", metavar="TASK", autocompletion=among(TASKS)),
     ] = "charlm",
-    algorithms: Annotated[
-        str,
-        typer.Option(
-            help=f"A list of {', '.join(algorithm_names())}; or all. `murmura algorithms` describes each.",
-            metavar="LIST",
-            autocompletion=among(["all", *algorithm_names()]),
-        ),
-    ] = "all",
+    algorithms: Algorithms = "all",
     ranks: Annotated[int, typer.Option("-n", "--ranks", help="Number of ranks.", metavar="N")] = 4,
     bandwidth: Annotated[
         str,
@@ -106,12 +98,12 @@ def command(
         file = folder / "report.html"
         page = [html_table(comparison, link) for link in spec.links]
         title = f"murmura: ways to synchronise {task} with {ranks} ranks"
-        write(file, reports.report(title, runs, comparison.verdicts.values(), page))
+        write(file, reports.report(title, runs, comparison.recommendations.values(), page))
         tables = [link_table(comparison, link) for link in spec.links]
         print_result(tables, comparison.configurations, json, comparison.to_json())
         if json != STANDARD_OUTPUT:
-            for verdict in comparison.verdicts.values():
-                typer.echo(f"\n{verdict}")
+            for recommendation in comparison.recommendations.values():
+                typer.echo(f"\n{recommendation}")
             typer.echo(f"report  {file}")
 
 

@@ -1,8 +1,13 @@
-"""Shell completion for the values of options."""
+"""Shell completion for the values of options, and the option that names algorithms."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Annotated
+
+import typer
+
+from murmura.algorithms import algorithm_names
 
 
 def among(names: Iterable[str]) -> Callable[[str], list[str]]:
@@ -14,3 +19,13 @@ def among(names: Iterable[str]) -> Callable[[str], list[str]]:
         return [before + comma + name for name in known if name.startswith(last)]
 
     return complete
+
+
+Algorithms = Annotated[
+    str,
+    typer.Option(
+        help=f"A list of {', '.join(algorithm_names())}; or all. `murmura algorithms` describes each.",
+        metavar="LIST",
+        autocompletion=among(["all", *algorithm_names()]),
+    ),
+]

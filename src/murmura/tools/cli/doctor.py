@@ -131,10 +131,10 @@ def summary_of(diagnosis: Diagnosis) -> str:
     """Return one line: "Nothing is broken; 1 warning, 2 notes."."""
     counts = Counter(finding.status for finding in diagnosis.findings)
     broken = counts[Status.BROKEN]
-    verdict = "Nothing is broken" if not broken else f"{broken} thing{' is' if broken == 1 else 's are'} broken"
+    headline = "Nothing is broken" if not broken else f"{broken} thing{' is' if broken == 1 else 's are'} broken"
     rest = ", ".join(
         f"{counts[status]} {status}{'' if counts[status] == 1 else 's'}"
         for status in (Status.WARNING, Status.NOTE)
         if counts[status]
     )
-    return f"{verdict}; {rest}." if rest else f"{verdict}."
+    return f"{headline}; {rest}." if rest else f"{headline}."

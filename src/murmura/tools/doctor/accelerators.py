@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from murmura.tools.doctor.findings import Finding, Section, Status
+from murmura.tools.doctor.findings import Finding, Section
 from murmura.tools.doctor.software import build_of
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -74,17 +74,13 @@ def check(facts: AcceleratorFacts) -> list[Finding]:
 
 def _judge_none(facts: AcceleratorFacts) -> Finding:
     if facts.torch_build == "CPU" and facts.has_driver:
-        return Finding(
-            Section.ACCELERATORS,
-            Status.WARNING,
+        return Section.ACCELERATORS.warning(
             "torch cannot use the GPUs",
             "NVIDIA's driver is loaded, but this torch was built for the CPU only",
             "Install torch's build for CUDA; https://pytorch.org/get-started/locally names the command.",
         )
     if facts.has_driver or facts.fault:
-        return Finding(
-            Section.ACCELERATORS,
-            Status.WARNING,
+        return Section.ACCELERATORS.warning(
             "torch cannot use the GPUs",
             f"torch was built for {facts.torch_build} and finds none: "
             f"{facts.fault or 'the driver is loaded, but shows no GPU to this process'}",
@@ -92,36 +88,30 @@ def _judge_none(facts: AcceleratorFacts) -> Finding:
             "and start a container with its GPUs (docker run --gpus all).",
         )
     detail = f"torch was built for {facts.torch_build}; ranks compute on the CPU"
-    return Finding(Section.ACCELERATORS, Status.OK, "no GPU", detail)
+    return Section.ACCELERATORS.ok("no GPU", detail)
 
 
 def _judge_gpus(facts: AcceleratorFacts) -> Finding:
     count = len(facts.gpus)
     title = f"{count} GPU{'' if count == 1 else 's'}"
-    return Finding(Section.ACCELERATORS, Status.OK, title, f"{', '.join(facts.gpus)}; torch for {facts.torch_build}")
+    return Section.ACCELERATORS.ok(title, f"{', '.join(facts.gpus)}; torch for {facts.torch_build}")
 
 
 def _judge_nccl(facts: AcceleratorFacts) -> Finding:
     count = len(facts.gpus)
     if not facts.nccl:
-        return Finding(
-            Section.ACCELERATORS,
-            Status.NOTE,
+        return Section.ACCELERATORS.note(
             "no NCCL in this torch",
             "ranks exchange what is on GPUs through the host's memory",
             "Where speed matters, use a build of torch for Linux, which has NCCL.",
         )
     if count == 1:
-        return Finding(
-            Section.ACCELERATORS,
-            Status.NOTE,
+        return Section.ACCELERATORS.note(
             f"NCCL {facts.nccl}, for one rank on this host",
             "NCCL wants a GPU for each rank and refuses two ranks on one",
             "To run several ranks on the one GPU, join them by shared memory (the default on one host) or threads.",
         )
-    return Finding(
-        Section.ACCELERATORS,
-        Status.OK,
+    return Section.ACCELERATORS.ok(
         f"NCCL {facts.nccl}, for up to {count} ranks on this host",
         "NCCL refuses two ranks on one GPU; more ranks than that are joined by shared memory, Gloo or threads",
     )

@@ -58,9 +58,7 @@ def run_checks(
         probes = live_probes.choose(len(gpus.gpus), bool(gpus.nccl))
         findings += live_probes.run(probes, lambda title: on_step(f"a live all-reduce: {title}"))
     else:
-        findings.append(
-            Finding(Section.LIVE, Status.NOTE, "not tried", "no all-reduce was run", "Run without --no-live to try.")
-        )
+        findings.append(Section.LIVE.note("not tried", "no all-reduce was run", "Run without --no-live to try."))
     return Diagnosis(tuple(findings))
 
 

@@ -41,6 +41,18 @@ class Section(StrEnum):
     LEFTOVERS = "leftovers"
     LIVE = "live"
 
+    def ok(self, title: str, detail: str) -> Finding:
+        return Finding(self, Status.OK, title, detail)
+
+    def note(self, title: str, detail: str, advice: str) -> Finding:
+        return Finding(self, Status.NOTE, title, detail, advice)
+
+    def warning(self, title: str, detail: str, advice: str) -> Finding:
+        return Finding(self, Status.WARNING, title, detail, advice)
+
+    def broken(self, title: str, detail: str, advice: str) -> Finding:
+        return Finding(self, Status.BROKEN, title, detail, advice)
+
 
 @dataclass(frozen=True)
 class Finding:

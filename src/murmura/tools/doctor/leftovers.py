@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from murmura.tools.doctor.findings import Finding, Section, Status
+from murmura.tools.doctor.findings import Finding, Section
 
 SETTLE_SECONDS = 3.0  # for a starting world to connect, and for the server of an ended one to exit
 LOOK_SECONDS = 0.1
@@ -166,11 +166,9 @@ def check(facts: LeftoverFacts) -> list[Finding]:
 def _judge_processes(orphans: list[Process], running: int) -> Finding:
     others = f"running processes of murmura: {running or 'none'}"
     if not orphans:
-        return Finding(Section.LEFTOVERS, Status.OK, "no orphan processes", others)
+        return Section.LEFTOVERS.ok("no orphan processes", others)
     pids = " ".join(str(process.pid) for process in orphans)
-    return Finding(
-        Section.LEFTOVERS,
-        Status.WARNING,
+    return Section.LEFTOVERS.warning(
         f"orphan processes: {pids}",
         "the processes that started them have ended: " + "; ".join(f"{each.pid} ({each.command})" for each in orphans),
         f"They hold memory and cores. Unless you left a job running: kill {pids}",
@@ -179,12 +177,10 @@ def _judge_processes(orphans: list[Process], running: int) -> Finding:
 
 def _judge_rendezvous_sockets(points: tuple[RendezvousSocket, ...]) -> Finding:
     if not points:
-        return Finding(Section.LEFTOVERS, Status.OK, "no rendezvous sockets", "no world waits for its ranks")
+        return Section.LEFTOVERS.ok("no rendezvous sockets", "no world waits for its ranks")
     owners = [f"{point.name} of {f'process {point.pid}' if point.pid else 'another user'}" for point in points]
     pids = " ".join(dict.fromkeys(str(point.pid) for point in points if point.pid))
-    return Finding(
-        Section.LEFTOVERS,
-        Status.NOTE,
+    return Section.LEFTOVERS.note(
         f"rendezvous sockets: {len(points)}",
         f"a rank 0 waits there for the others: {', '.join(owners)}",
         "This is normal while a job starts. If it stays, the other ranks never connected"
@@ -194,12 +190,10 @@ def _judge_rendezvous_sockets(points: tuple[RendezvousSocket, ...]) -> Finding:
 
 def _judge_folders(folders: tuple[Folder, ...], running: int) -> Finding:
     if not folders:
-        return Finding(Section.LEFTOVERS, Status.OK, "no old folders", "nothing of murmura's is older than an hour")
+        return Section.LEFTOVERS.ok("no old folders", "nothing of murmura's is older than an hour")
     oldest = max(folder.age_seconds for folder in folders) / 3600
     unless = "when the jobs that run now have ended" if running else "no job of murmura's is running, so"
-    return Finding(
-        Section.LEFTOVERS,
-        Status.NOTE,
+    return Section.LEFTOVERS.note(
         f"old folders: {len(folders)}",
         f"up to {oldest:.0f} hours old: " + ", ".join(folder.path for folder in folders),
         f"Runs that were killed left them; {unless} remove them: rm -r {' '.join(folder.path for folder in folders)}",

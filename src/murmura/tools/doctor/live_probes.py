@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from murmura import Transport, run_world
-from murmura.tools.doctor.findings import Finding, Section, Status
+from murmura.tools.doctor.findings import Finding, Section
 from murmura.tools.doctor.with_timeout import call_with_timeout, one_line
 from murmura.transports.shared_memory import futex
 
@@ -164,9 +164,7 @@ def check(probe: Probe, trials: Sequence[Trial], total_seconds: float) -> Findin
     title = f"{probe.title}, {ranks}"
     wrong = [f"rank {rank}: {list(trial.wrong)}" for rank, trial in enumerate(trials) if trial.wrong]
     if wrong:
-        return Finding(
-            Section.LIVE,
-            Status.BROKEN,
+        return Section.LIVE.broken(
             f"{title}: wrong sums",
             f"lengths whose sum was wrong: {'; '.join(wrong)}",
             "Do not train with it. Report the output of murmura doctor --json -, and test the memory of the machine.",
@@ -181,21 +179,19 @@ def check(probe: Probe, trials: Sequence[Trial], total_seconds: float) -> Findin
             f"it starts and ends ({total_seconds:.1f} s); one rank has nobody to exchange with, so no more was tested"
         )
     if slowest[0] > SLOW_SECONDS:
-        return Finding(
-            Section.LIVE,
-            Status.WARNING,
+        return Section.LIVE.warning(
             f"{title}: slow",
             detail,
             "Is the machine busy, or its processor time limited? See under processor, and try again when it is idle.",
         )
-    return Finding(Section.LIVE, Status.OK, title, detail)
+    return Section.LIVE.ok(title, detail)
 
 
 def judge_fault(probe: Probe, fault: str, said: str) -> Finding:
     """Turn a failed probe into a finding; `said` is what its world printed."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     quote = f" Its last words: {' / '.join(lines[-QUOTED_LINES:])}" if lines else ""
-    return Finding(Section.LIVE, Status.BROKEN, f"{probe.title}: failed", fault + quote, probe.advice)
+    return Section.LIVE.broken(f"{probe.title}: failed", fault + quote, probe.advice)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 from murmura.tools.doctor.cgroups import read_limits
 from murmura.tools.doctor.findings import Finding, Section, Status
-from murmura.tools.experiments.machine import available_bytes, physical_bytes
 
 LITTLE_BYTES = 2**30  # a rank with torch and a small model
 
@@ -17,19 +17,20 @@ class MemoryFacts:
     """How much memory there is for ranks.
 
     Attributes:
-        total_bytes: of the machine; None if that cannot be told.
-        available_bytes: what a new program can have without swapping; None if that cannot be told.
+        total_bytes: of the machine.
+        available_bytes: what a new program can have without swapping.
         limit_bytes: what the control group allows; None is no limit.
     """
 
-    total_bytes: int | None
-    available_bytes: int | None = None
+    total_bytes: int
+    available_bytes: int
     limit_bytes: int | None = None
 
 
-def gather(proc: Path = Path("/proc")) -> MemoryFacts:
+def gather() -> MemoryFacts:
+    memory = psutil.virtual_memory()
     return MemoryFacts(
-        total_bytes=physical_bytes(), available_bytes=available_bytes(proc), limit_bytes=read_limits().memory_bytes
+        total_bytes=memory.total, available_bytes=memory.available, limit_bytes=read_limits().memory_bytes
     )
 
 
@@ -38,23 +39,11 @@ def check(facts: MemoryFacts) -> list[Finding]:
 
 
 def _judge_total(facts: MemoryFacts) -> Finding:
-    if facts.total_bytes is None:
-        return Finding(
-            Section.MEMORY,
-            Status.NOTE,
-            "the amount of memory is unknown",
-            "this system does not tell it",
-            "See that each rank has room for a model, its gradients and its optimizer's state.",
-        )
     title = f"{gib(facts.total_bytes)} of memory"
-    if facts.available_bytes is None:
-        return Finding(Section.MEMORY, Status.OK, title, "how much of it is free is unknown")
     detail = f"{gib(facts.available_bytes)} of it available"
     if facts.available_bytes >= LITTLE_BYTES:
-        return Finding(Section.MEMORY, Status.OK, title, detail)
-    return Finding(
-        Section.MEMORY,
-        Status.WARNING,
+        return Section.MEMORY.ok(title, detail)
+    return Section.MEMORY.warning(
         f"only {gib(facts.available_bytes)} of memory available",
         f"of {gib(facts.total_bytes)}; the system kills a rank (SIGKILL) when there is none left",
         "End what else is running, or start fewer ranks.",
@@ -63,8 +52,8 @@ def _judge_total(facts: MemoryFacts) -> Finding:
 
 def _judge_limit(facts: MemoryFacts) -> Finding:
     limit, total = facts.limit_bytes, facts.total_bytes
-    if limit is None or (total is not None and limit >= total):
-        return Finding(Section.MEMORY, Status.OK, "no limit on memory", "the control group allows all there is")
+    if limit is None or limit >= total:
+        return Section.MEMORY.ok("no limit on memory", "the control group allows all there is")
     little = limit < LITTLE_BYTES
     return Finding(
         Section.MEMORY,

@@ -105,9 +105,7 @@ def _judge_interfaces(facts: NetworkFacts) -> Finding:
         return Finding(
             Section.NETWORK, Status.OK, f"a network, through {', '.join(each.name for each in outer)}", detail
         )
-    return Finding(
-        Section.NETWORK,
-        Status.NOTE,
+    return Section.NETWORK.note(
         "no interface to other hosts is known",
         detail,
         f"{ONE_HOST} For several hosts, bring a network up and give this host an address in it.",
@@ -117,9 +115,7 @@ def _judge_interfaces(facts: NetworkFacts) -> Finding:
 def _judge_loopback(facts: NetworkFacts) -> list[Finding]:
     down = [each for each in facts.interfaces if each.is_loopback and not (each.is_up and each.addresses)]
     return [
-        Finding(
-            Section.NETWORK,
-            Status.BROKEN,
+        Section.NETWORK.broken(
             "loopback is down",
             f"{each}; over it Gloo connects the ranks of one host",
             f"Bring it up: ip link set {each.name} up. Until then: shared memory, or threads.",
@@ -133,23 +129,19 @@ def _judge_chosen(facts: NetworkFacts) -> Finding:
     told = f"GLOO_SOCKET_IFNAME={','.join(facts.gloo_interfaces)}"
     missing = [name for name in facts.gloo_interfaces if name not in known]
     if missing:
-        return Finding(
-            Section.NETWORK,
-            Status.BROKEN,
+        return Section.NETWORK.broken(
             f"{told} names no interface of this host",
             f"there is no {', no '.join(missing)}; there are: {', '.join(known)}",
             f"Gloo fails between hosts: {_choose(facts)}, or unset it.",
         )
     useless = [known[name] for name in facts.gloo_interfaces if known[name] not in reachable(facts.interfaces)]
     if useless:
-        return Finding(
-            Section.NETWORK,
-            Status.WARNING,
+        return Section.NETWORK.warning(
             f"{told} does not lead to other hosts",
             "; ".join(map(str, useless)),
             f"{ONE_HOST} For several hosts: {_choose(facts)}.",
         )
-    return Finding(Section.NETWORK, Status.OK, told, f"Gloo announces {gloo_address(facts)}")
+    return Section.NETWORK.ok(told, f"Gloo announces {gloo_address(facts)}")
 
 
 def _judge_host_name(facts: NetworkFacts) -> Finding:
@@ -174,12 +166,12 @@ def _judge_host_name(facts: NetworkFacts) -> Finding:
     outer = reachable(facts.interfaces)
     if not outer:
         advice = f"{ONE_HOST} For several hosts, this one needs an address that the others can reach."
-        return Finding(Section.NETWORK, Status.NOTE, title, detail, advice)
+        return Section.NETWORK.note(title, detail, advice)
     advice = (
         f"{ONE_HOST} For several hosts: {_choose(facts)}, on each host its own; or let /etc/hosts give {name} the "
         f"address {outer_address(outer[0])}."
     )
-    return Finding(Section.NETWORK, Status.WARNING, title, detail, advice)
+    return Section.NETWORK.warning(title, detail, advice)
 
 
 def _judge_exposure(facts: NetworkFacts) -> list[Finding]:
@@ -190,9 +182,7 @@ def _judge_exposure(facts: NetworkFacts) -> list[Finding]:
     private = [each for each in reachable(facts.interfaces) if scope_of(outer_address(each)) is Scope.PRIVATE]
     instead = f"set GLOO_SOCKET_IFNAME={private[0].name}" if private else "join the hosts by a private network or a VPN"
     return [
-        Finding(
-            Section.NETWORK,
-            Status.WARNING,
+        Section.NETWORK.warning(
             "several hosts would communicate over a public address",
             f"{address}: torch's store and Gloo neither encrypt nor ask who is calling, and anybody may call",
             f"{ONE_HOST} For several hosts: {instead}, and let a firewall admit only the hosts of the job.",

@@ -10,7 +10,7 @@ import torch
 
 from murmura.launch.plan import num_cores
 from murmura.tools.doctor.cgroups import read_limits
-from murmura.tools.doctor.findings import Finding, Section, Status
+from murmura.tools.doctor.findings import Finding, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +51,7 @@ def _judge_cores(facts: ProcessorFacts) -> Finding:
     visible = f"{facts.usable} of {facts.cores} cores" if facts.usable < facts.cores else _count(facts.cores, "core")
     if facts.quota is not None and facts.quota < facts.usable:
         whole = max(1, math.floor(facts.quota))
-        return Finding(
-            Section.PROCESSOR,
-            Status.WARNING,
+        return Section.PROCESSOR.warning(
             f"the time of only {facts.quota:g} cores",
             f"{visible} can be used, but the control group allows {facts.quota:g} cores' worth of time and stops all "
             "threads when it is spent. torch and run_world count cores, not time, and start too many threads.",
@@ -61,23 +59,19 @@ def _judge_cores(facts: ProcessorFacts) -> Finding:
             f"run --cpus, resources.limits.cpu in Kubernetes).",
         )
     if facts.usable == 1:
-        return Finding(
-            Section.PROCESSOR,
-            Status.NOTE,
+        return Section.PROCESSOR.note(
             visible,
             "ranks on this machine take turns on it",
             "Good for trying things out; several ranks are no faster than one here. Allow more cores if there are.",
         )
     if facts.usable < facts.cores:
-        return Finding(
-            Section.PROCESSOR,
-            Status.NOTE,
+        return Section.PROCESSOR.note(
             visible,
             "this process may not run on the others (taskset, a cpuset, or a batch system's allocation)",
             f"If you did not mean that, ask for more: taskset -c 0-{facts.cores - 1} ..., or the batch system's "
             "cores per task.",
         )
-    return Finding(Section.PROCESSOR, Status.OK, visible, "all can be used, all of the time")
+    return Section.PROCESSOR.ok(visible, "all can be used, all of the time")
 
 
 def _judge_threads(facts: ProcessorFacts) -> Finding:
@@ -85,32 +79,26 @@ def _judge_threads(facts: ProcessorFacts) -> Finding:
     omp = facts.omp_num_threads
     said = "OMP_NUM_THREADS is not set" if omp is None else f"OMP_NUM_THREADS={omp}"
     if omp is not None and not (omp.strip().isdecimal() and int(omp) > 0) and not _is_list(omp):
-        return Finding(
-            Section.PROCESSOR,
-            Status.WARNING,
+        return Section.PROCESSOR.warning(
             f"{said} is no number of threads",
             f"it is ignored, and torch computes with {threads}",
             "Set it to a whole number, or unset it.",
         )
     if facts.torch_threads > facts.usable:
-        return Finding(
-            Section.PROCESSOR,
-            Status.WARNING,
+        return Section.PROCESSOR.warning(
             f"torch computes with {threads} on {_count(facts.usable, 'core')}",
             f"{said}; threads that outnumber the cores wait for each other",
             f"Unset OMP_NUM_THREADS, or set it to the number of cores divided by the number of ranks; at most "
             f"{facts.usable}.",
         )
     if omp is not None and facts.torch_threads < facts.usable:
-        return Finding(
-            Section.PROCESSOR,
-            Status.NOTE,
+        return Section.PROCESSOR.note(
             f"torch computes with {threads} on {_count(facts.usable, 'core')}",
             f"{said} holds for every process that is started from here, but for the ranks of run_world, which get "
             "the number of cores divided by the number of ranks",
             "This is right if a launcher starts a rank for each core. Otherwise set it to cores divided by ranks.",
         )
-    return Finding(Section.PROCESSOR, Status.OK, f"torch computes with {threads}", said)
+    return Section.PROCESSOR.ok(f"torch computes with {threads}", said)
 
 
 def _is_list(omp: str) -> bool:

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from murmura.tools.doctor.findings import Finding, Section, Status
 from murmura.tools.doctor.memory import gib
-from murmura.tools.experiments.machine import physical_bytes
 from murmura.transports.shared_memory import futex
 
 RANK_BYTES = 4 * 2**30  # address space of a process that has imported torch, without the segment; an upper bound
@@ -61,7 +62,7 @@ def gather(dev_shm: Path = Path("/dev/shm")) -> SharedMemoryFacts:
     return SharedMemoryFacts(
         supported=supported,
         faults=faults,
-        total_bytes=physical_bytes(),
+        total_bytes=psutil.virtual_memory().total,
         address_space_bytes=address_space,
         open_files=open_files,
         dev_shm_bytes=_dev_shm_bytes(dev_shm),
@@ -92,13 +93,13 @@ def _try_futex() -> None:
 def _try_abstract_socket() -> None:
     address = f"\0murmura-doctor-{uuid.uuid4().hex}"
     with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door,
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as guest,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client,
     ):
-        door.bind(address)
-        door.listen(1)
-        guest.settimeout(1.0)
-        guest.connect(address)
+        listener.bind(address)
+        listener.listen(1)
+        client.settimeout(1.0)
+        client.connect(address)
 
 
 def _resource_limits() -> tuple[int | None, int | None]:
@@ -121,9 +122,7 @@ def _dev_shm_bytes(dev_shm: Path) -> int | None:
 def check(facts: SharedMemoryFacts) -> list[Finding]:
     if not facts.supported:
         return [
-            Finding(
-                Section.SHARED_MEMORY,
-                Status.NOTE,
+            Section.SHARED_MEMORY.note(
                 "shared memory between processes is not available on this system",
                 "it needs Linux 5.3 or newer on a supported processor, and Python's memfd and pidfd",
                 "Use threads, run_world(fn, n, kind='threads'), or processes over Gloo.",
@@ -137,9 +136,7 @@ def _judge_kernel(facts: SharedMemoryFacts) -> Finding:
         return Finding(
             Section.SHARED_MEMORY, Status.OK, "the kernel's part", "memfd, pidfd, futex and abstract sockets work"
         )
-    return Finding(
-        Section.SHARED_MEMORY,
-        Status.BROKEN,
+    return Section.SHARED_MEMORY.broken(
         f"no {', no '.join(facts.faults)}",
         "; ".join(f"{name}: {fault}" for name, fault in facts.faults.items()),
         "Something forbids these calls, most likely the sandbox or seccomp profile of a container. Allow them, or use "
@@ -150,7 +147,7 @@ def _judge_kernel(facts: SharedMemoryFacts) -> Finding:
 def _judge_address_space(facts: SharedMemoryFacts) -> Finding:
     limit, total = facts.address_space_bytes, facts.total_bytes
     if limit is None or total is None:
-        return Finding(Section.SHARED_MEMORY, Status.OK, "address space", "there is no limit on it (ulimit -v)")
+        return Section.SHARED_MEMORY.ok("address space", "there is no limit on it (ulimit -v)")
     num_ranks = max(0, limit - RANK_BYTES) // total
     detail = (
         f"ulimit -v allows {gib(limit)}; each rank maps {gib(total)} for each rank of its world (address space, not "
@@ -158,17 +155,15 @@ def _judge_address_space(facts: SharedMemoryFacts) -> Finding:
     )
     advice = "Lift it before you start the ranks: ulimit -v unlimited (the hard limit permitting)."
     if num_ranks < 2:
-        return Finding(Section.SHARED_MEMORY, Status.BROKEN, "too little address space for two ranks", detail, advice)
-    return Finding(Section.SHARED_MEMORY, Status.WARNING, f"address space for about {num_ranks} ranks", detail, advice)
+        return Section.SHARED_MEMORY.broken("too little address space for two ranks", detail, advice)
+    return Section.SHARED_MEMORY.warning(f"address space for about {num_ranks} ranks", detail, advice)
 
 
 def _judge_open_files(facts: SharedMemoryFacts) -> Finding:
     if facts.open_files is None or facts.open_files >= FEW_FILES:
         told = "there is no limit on them" if facts.open_files is None else f"ulimit -n allows {facts.open_files}"
-        return Finding(Section.SHARED_MEMORY, Status.OK, "open files", told)
-    return Finding(
-        Section.SHARED_MEMORY,
-        Status.WARNING,
+        return Section.SHARED_MEMORY.ok("open files", told)
+    return Section.SHARED_MEMORY.warning(
         f"only {facts.open_files} open files",
         "each rank holds a descriptor for every other rank, besides those of its data and of torch",
         "Raise it before you start the ranks: ulimit -n 4096",
@@ -177,13 +172,11 @@ def _judge_open_files(facts: SharedMemoryFacts) -> Finding:
 
 def _judge_dev_shm(facts: SharedMemoryFacts) -> Finding:
     if facts.dev_shm_bytes is None:
-        return Finding(Section.SHARED_MEMORY, Status.OK, "/dev/shm", "there is none, and murmura does not use it")
+        return Section.SHARED_MEMORY.ok("/dev/shm", "there is none, and murmura does not use it")
     size = f"{facts.dev_shm_bytes / 2**20:.0f} MiB"
     if facts.dev_shm_bytes > SMALL_DEV_SHM_BYTES:
-        return Finding(Section.SHARED_MEMORY, Status.OK, "/dev/shm", f"{size}; murmura does not use it")
-    return Finding(
-        Section.SHARED_MEMORY,
-        Status.NOTE,
+        return Section.SHARED_MEMORY.ok("/dev/shm", f"{size}; murmura does not use it")
+    return Section.SHARED_MEMORY.note(
         f"/dev/shm has only {size}",
         "murmura does not use it, but the workers of torch's DataLoader do, and die of a bus error when it is full",
         "If you use num_workers > 0, make it larger: docker run --shm-size=2g, or an emptyDir of medium Memory.",

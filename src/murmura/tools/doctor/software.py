@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from murmura import ConfigError, DistributedConfig, __version__
-from murmura.tools.doctor.findings import Finding, Section, Status
+from murmura.tools.doctor.findings import Finding, Section
 
 LEAST_PYTHON = (3, 11)
 LEAST_TORCH = (2, 6)
@@ -93,11 +93,9 @@ def _judge_python(facts: SoftwareFacts) -> Finding:
     title = "Python " + ".".join(map(str, facts.python))
     detail = f"on {facts.system} {facts.release}, {facts.machine}"
     if facts.python >= LEAST_PYTHON:
-        return Finding(Section.SOFTWARE, Status.OK, title, detail)
+        return Section.SOFTWARE.ok(title, detail)
     least = ".".join(map(str, LEAST_PYTHON))
-    return Finding(
-        Section.SOFTWARE,
-        Status.BROKEN,
+    return Section.SOFTWARE.broken(
         f"{title} is too old",
         detail,
         f"Make a virtual environment with Python {least} or newer, and install murmura in it.",
@@ -109,11 +107,9 @@ def _judge_torch(facts: SoftwareFacts) -> Finding:
     detail = f"built for {facts.torch_build}"
     version = re.match(r"(\d+)\.(\d+)", facts.torch)
     if version and (int(version[1]), int(version[2])) >= LEAST_TORCH:
-        return Finding(Section.SOFTWARE, Status.OK, title, detail)
+        return Section.SOFTWARE.ok(title, detail)
     least = ".".join(map(str, LEAST_TORCH))
-    return Finding(
-        Section.SOFTWARE,
-        Status.BROKEN,
+    return Section.SOFTWARE.broken(
         f"{title} is too old",
         detail,
         f"murmura is written for torch {least} and newer: pip install --upgrade torch",
@@ -124,10 +120,8 @@ def _judge_murmura(facts: SoftwareFacts) -> Finding:
     title = f"murmura {facts.murmura}"
     abilities = ABILITIES.get(facts.system, "threads")
     if facts.system == "Linux":
-        return Finding(Section.SOFTWARE, Status.OK, title, f"on {facts.system}: {abilities}")
-    return Finding(
-        Section.SOFTWARE,
-        Status.NOTE,
+        return Section.SOFTWARE.ok(title, f"on {facts.system}: {abilities}")
+    return Section.SOFTWARE.note(
         f"{title} does only a part of its work on {facts.system}",
         f"here it has {abilities}",
         "Shared memory needs Linux 5.3 or newer: use a Linux machine, container or virtual machine where you need it.",
@@ -137,10 +131,8 @@ def _judge_murmura(facts: SoftwareFacts) -> Finding:
 def _judge_numpy(facts: SoftwareFacts) -> Finding:
     title = f"numpy {facts.numpy}"
     if not facts.numpy_fault:
-        return Finding(Section.SOFTWARE, Status.OK, title, "torch and numpy share memory")
-    return Finding(
-        Section.SOFTWARE,
-        Status.BROKEN,
+        return Section.SOFTWARE.ok(title, "torch and numpy share memory")
+    return Section.SOFTWARE.broken(
         f"{title} does not work with this torch",
         facts.numpy_fault,
         "Install a pair that fits, for example with: pip install --upgrade torch numpy",
@@ -149,10 +141,8 @@ def _judge_numpy(facts: SoftwareFacts) -> Finding:
 
 def _judge_world(facts: SoftwareFacts) -> Finding:
     if not facts.world_fault:
-        return Finding(Section.SOFTWARE, Status.OK, "launcher's variables", f"they say: {facts.world}")
-    return Finding(
-        Section.SOFTWARE,
-        Status.BROKEN,
+        return Section.SOFTWARE.ok("launcher's variables", f"they say: {facts.world}")
+    return Section.SOFTWARE.broken(
         "the launcher's variables make no sense",
         facts.world_fault,
         "connect() and DDP fail in this shell. Unset what an earlier launch left, or set what is missing.",

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from murmura.algorithms.names import LOCAL_STEPS
 from murmura.observe import Record
-from murmura.tools.experiments.traffic import wire_bytes
 
 TURN_STEPS = LOCAL_STEPS
 NOTICEABLE = 1.1
@@ -88,3 +87,18 @@ def readable_bytes(num_bytes: float) -> str:
             value = num_bytes / factor
             return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def wire_bytes(operations: Mapping[str, int], num_ranks: int) -> float:
+    """Return the bytes that a rank sends for those passed to each operation, if collectives are rings."""
+    n = num_ranks
+    if n == 1:
+        return 0.0
+    factors = {
+        "all_reduce": 2 * (n - 1) / n,
+        "reduce_scatter": (n - 1) / n,
+        "all_to_all": (n - 1) / n,
+        "scatter": (n - 1) / n,
+        "all_gather": n - 1.0,
+    }
+    return sum(factors.get(name, 1.0) * given for name, given in operations.items())

@@ -110,7 +110,7 @@ def compare_as_rank(transport: Transport, spec: ComparisonSpec, link: str, folde
     contestants: dict[str, Contestant] = {}
     if in_lab or link == LOCAL:
         place = {"interface": INTERFACE} if in_lab else {}
-        group = gloo_group(transport, folder / f".meeting-{link}", **place)
+        group = gloo_group(transport, folder / f".store-{link}", **place)
         contestants[TORCH_DDP] = Torch(transport, spec, group)
     throttled = transport if in_lab or link == LOCAL else ThrottledTransport(transport, link)
     contestants |= {name: Murmura(throttled, spec, name) for name in spec.algorithms}

@@ -8,7 +8,6 @@ from murmura.algorithms.names import LOCAL_STEPS
 from murmura.errors import ConfigError
 from murmura.tools.experiments.recipes import parse_algorithms
 from murmura.tools.experiments.tasks import task_named
-from murmura.tools.options import command_line
 from murmura.transports.decorators.throttled import parse_rate
 
 LOCAL = "local"
@@ -62,19 +61,6 @@ class ComparisonSpec:
     def evaluate_every(self) -> int:
         """The interval of evaluations in blocks: about twenty in a run, and one after the last block."""
         return max(1, self.num_blocks // 20)
-
-    def command(self) -> str:
-        """Return the command that repeats the comparison."""
-        options = {
-            "task": self.task,
-            "algorithms": self.algorithms,
-            "ranks": self.ranks,
-            "bandwidth": self.links,
-            "steps": self.steps,
-            "target": self.target,
-            "seed": self.seed or None,
-        }
-        return command_line("murmura compare", options)
 
 
 def parse_link(text: str) -> str:

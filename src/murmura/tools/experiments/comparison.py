@@ -1,7 +1,7 @@
 """Compare which algorithm reaches a loss first on which link, and how many bytes it sends.
 
 `run_comparison` starts the ranks, a world for each link, and reads what they left; the rest is arithmetic on `Run`s.
-The JSON form has the fields of `Row` and `Comparison`, and "schema_version": 1.
+The JSON form has the fields of `Row` and `Comparison`, and "schema_version": 3.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from murmura.tools.experiments.compare_rank import PROGRESS, compare_as_rank, de
 from murmura.tools.experiments.compare_spec import BASELINE, BLOCK_STEPS, LOCAL, TORCH_DDP, ComparisonSpec
 from murmura.tools.experiments.machine import Machine
 from murmura.tools.experiments.runs import Run
-from murmura.tools.experiments.traffic import bytes_per_step
 from murmura.tools.lab import Hosts
+from murmura.tools.options import typed_command
 from murmura.tools.progress import Tell, silent, watching
 from murmura.transports.decorators.throttled import parse_rate
 
 STEP_SECONDS = 60.0  # per step of all contestants; a world that takes longer is considered hung
 SOUND = 1.1  # times the loss of plain all-reduce: a contestant that ends above it has not learnt as well
 APART = 1.25  # the ratio of predicted step times below which their order is not checked
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Comparison:
     """A finished comparison.
 
     Attributes:
-        configurations: by contestant, what the name stands for.
+        configurations: by contestant, what its name means.
         notes: by link, how it was made, and who is missing for that.
-        verdicts: by link, a sentence that says which algorithm to use there, and why.
+        recommendations: by link, a sentence that says which algorithm to use there, and why.
     """
 
     spec: ComparisonSpec
@@ -77,13 +77,13 @@ class Comparison:
     configurations: dict[str, str]
     notes: dict[str, str]
     rows: tuple[Row, ...]
-    verdicts: dict[str, str]
+    recommendations: dict[str, str]
 
     def of_link(self, link: str) -> list[Row]:
         return [row for row in self.rows if row.link == link]
 
     def to_json(self) -> str:
-        fields = {"benchmark": "compare", "schema_version": SCHEMA_VERSION, "command": self.spec.command()}
+        fields = {"benchmark": "compare", "schema_version": SCHEMA_VERSION, "command": typed_command()}
         return json.dumps({**fields, **asdict(self)}, indent=2) + "\n"
 
 
@@ -93,7 +93,7 @@ def run_comparison(spec: ComparisonSpec, folder: Path, on_progress: Tell = silen
     with watching(folder / PROGRESS, on_progress):
         for link in spec.links:
             notes[link] = _run_link(spec, link, folder.absolute())
-    for leftover in [folder / PROGRESS, *folder.glob(".meeting-*")]:
+    for leftover in [folder / PROGRESS, *folder.glob(".store-*")]:
         leftover.unlink(missing_ok=True)
     paths = [run_path(folder, link, name) for link in notes for name in (TORCH_DDP, *spec.algorithms)]
     runs = [Run.read(path) for path in paths if path.is_dir()]  # torch's DDP is not on every link
@@ -128,12 +128,13 @@ def compared(spec: ComparisonSpec, runs: Sequence[Run], notes: dict[str, str]) -
     target = spec.target if spec.target is not None else common_target(runs)
     num_parameters = runs[0].result["num_parameters"]
     rows = tuple(row_of(run, target, num_parameters) for run in runs)
-    verdicts = {
-        link: verdict([row for row in rows if row.link == link], spec, target, num_parameters) for link in spec.links
+    recommendations = {
+        link: recommendation([row for row in rows if row.link == link], spec, target, num_parameters)
+        for link in spec.links
     }
     date = datetime.now(UTC).isoformat(timespec="seconds")
     about = {row.contestant: described(row.contestant, spec.num_steps) for row in rows}
-    return Comparison(spec, date, Machine.here(), target, num_parameters, about, notes, rows, verdicts)
+    return Comparison(spec, date, Machine.here(), target, num_parameters, about, notes, rows, recommendations)
 
 
 def common_target(runs: Sequence[Run]) -> float:
@@ -169,7 +170,7 @@ def row_of(run: Run, target: float, num_parameters: int) -> Row:
 
 def formula_bytes(contestant: str, num_parameters: int, num_ranks: int) -> float:
     """Return the bytes that a rank sends in most steps: for QAdam those after its warm-up."""
-    return bytes_per_step(_algorithm(contestant), num_parameters, num_ranks)
+    return _algorithm(contestant).bytes_per_round(num_parameters, num_ranks)
 
 
 def _algorithm(contestant: str) -> Algorithm:
@@ -205,7 +206,7 @@ def contradictions(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
     return wrong
 
 
-def verdict(rows: Sequence[Row], spec: ComparisonSpec, target: float, num_parameters: int) -> str:
+def recommendation(rows: Sequence[Row], spec: ComparisonSpec, target: float, num_parameters: int) -> str:
     """Return one sentence: which algorithm to use on this link, and why."""
     own = [row for row in rows if row.contestant != TORCH_DDP]
     link = "within this machine" if own[0].link == LOCAL else f"at {own[0].link}"

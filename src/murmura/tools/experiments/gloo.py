@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"  # for ranks of one host, so that no port is opened to th
 
 
 def gloo_backend(transport: Transport, store_file: Path, **place: str) -> Any:
-    """Return a bare Gloo backend on ``hostname=`` or ``interface=`` (default: loopback); every rank calls it."""
+    """Return a bare Gloo process group on ``hostname=`` or ``interface=`` (default: loopback); every rank calls it."""
     c10d: Any = torch.distributed  # its stubs lack options and manually built groups
     options = c10d.ProcessGroupGloo._Options()
     options._devices = [c10d.ProcessGroupGloo.create_device(**(place or {"hostname": LOOPBACK}))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,23 +33,6 @@ class Machine:
             torch=torch.__version__,
             murmura=__version__,
         )
-
-
-def available_bytes(proc: Path = Path("/proc")) -> int | None:
-    """Return the memory available without swapping; None if unknown."""
-    try:
-        lines = (proc / "meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def physical_bytes() -> int | None:
-    """Return the memory of the machine; None if unknown."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not a POSIX system, or one that does not say
-        return None
 
 
 def _cpu_model() -> str:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from murmura.tools.experiments.breakdown import TURN_STEPS, Breakdown, readable_bytes, straggler
+from murmura.tools.experiments.breakdown import TURN_STEPS, Breakdown, readable_bytes, straggler, wire_bytes
 from murmura.tools.experiments.charts import Axis, Line, LineChart, StackedBars
 from murmura.tools.experiments.runs import Run
-from murmura.tools.experiments.traffic import wire_bytes
 
 PARTS = ("compute", "hidden exchange", "waited")
 WORTH_DRAWING = 5  # points
@@ -30,7 +29,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 19px; margin: 36px 0 8px; }
 h3 { font-size: 15px; margin: 20px 0 4px; }
 .dim { color: var(--dim); }
-.verdict { background: var(--box); border-left: 4px solid #4269d0; padding: 10px 16px; margin: 10px 0; }
+.recommendation { background: var(--box); border-left: 4px solid #4269d0; padding: 10px 16px; margin: 10px 0; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 16px;
   align-items: start; }
 .charts svg { width: 100%; height: auto; border: 1px solid var(--faint); border-radius: 6px; }
@@ -72,9 +71,9 @@ class Table:
         return f'{title}<div class="scroll"><table>{caption}<tr>{head}</tr>\n{body}</table></div>'
 
 
-def report(title: str, runs: Sequence[Run], verdicts: Iterable[str] = (), tables: Iterable[Table] = ()) -> str:
+def report(title: str, runs: Sequence[Run], recommendations: Iterable[str] = (), tables: Iterable[Table] = ()) -> str:
     """Return the whole page."""
-    parts = [f'<p class="verdict">{escape(each)}</p>' for each in verdicts]
+    parts = [f'<p class="recommendation">{escape(each)}</p>' for each in recommendations]
     parts += [table.to_html() for table in tables]
     groups: dict[str, list[Run]] = {}
     for run in runs:

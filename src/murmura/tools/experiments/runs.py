@@ -1,6 +1,6 @@
 """The folder of a run: its settings, the records of every rank, and its state.
 
-    run.json                        settings, configuration (what the algorithm's name stands for), machine, status,
+    run.json                        settings, configuration (what the algorithm's name means), machine, status,
                                     result
     metrics/from-000000000/         rank-0.jsonl, ...: a record for every step (`murmura.observe.Record`)
     metrics/from-000000050/         those after a resumption at step 50, which replace the later ones of the part before

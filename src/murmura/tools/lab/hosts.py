@@ -44,12 +44,11 @@ class Hosts(Sequence[Host]):
         """Run `command` on every host, `ranks_per_host` times each, as the ranks of one world.
 
         The ranks get the variables that torchrun sets, for `murmura.connect()`, and those of `env`. With `capture` each
-        rank's standard output is returned, in rank order; otherwise it goes to that of this process. If a rank fails,
-        the others are stopped and a `PeerLost` names it; after `timeout` seconds a `PeerTimeout` is raised.
+        rank's standard output is returned, in rank order; otherwise it is shown, the rank in front. If a rank fails,
+        the others are stopped and a `PeerLost` names it; after `timeout` seconds a `PeerTimeout` is raised. It must
+        be called in the main thread, for signals are passed on to the ranks.
         """
-        return running.run(
-            self._hosts, command, ranks_per_host=ranks_per_host, env=env, capture=capture, timeout=timeout
-        )
+        return running.run(self._hosts, command, ranks_per_host, env or {}, capture, timeout)
 
     def shape(self, rate: str) -> None:
         """Change the rate of every link, also while something runs on the hosts."""

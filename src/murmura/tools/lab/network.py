@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from murmura.errors import ConfigError, MurmuraError, UsageError
 from murmura.tools.lab import namespaces
@@ -69,12 +70,10 @@ class Host:
 
 def interface_traffic(interface: str = INTERFACE) -> Counters:
     """Return the counters of an interface of the host that this process runs on."""
-    for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
-        name, _, counted = line.partition(":")
-        if name.strip() == interface:
-            fields = [int(field) for field in counted.split()]  # eight for receiving, then eight for sending
-            return Counters(fields[0], fields[8], fields[1], fields[9])
-    raise MurmuraError(f"this host has no interface {interface}, so what it sends cannot be counted.")
+    counted = psutil.net_io_counters(pernic=True, nowrap=False).get(interface)
+    if counted is None:
+        raise MurmuraError(f"this host has no interface {interface}, so what it sends cannot be counted.")
+    return Counters(counted.bytes_recv, counted.bytes_sent, counted.packets_recv, counted.packets_sent)
 
 
 def check(num_hosts: int, rate: str | None) -> None:

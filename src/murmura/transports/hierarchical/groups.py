@@ -75,7 +75,7 @@ def share_memory(across: ManagedGroup) -> SharedMemoryTransport:
         ) from error
 
 
-def join_leaders(store: Store, across: ManagedGroup, backend: str) -> ManagedGroup | None:
+def join_leaders(store: Store, across: ManagedGroup, kind: str) -> ManagedGroup | None:
     """The group of the leaders, on a leader; None elsewhere, and where there is one host only."""
     leaders = leaders_of(across.hosts)
     if across.rank not in leaders or len(leaders) == 1:
@@ -84,7 +84,7 @@ def join_leaders(store: Store, across: ManagedGroup, backend: str) -> ManagedGro
         under(store, "between"),
         leaders.index(across.rank),
         len(leaders),
-        backend=backend,
+        kind=kind,
         timeout=across.timeout,
         name=f"{across.name}/leaders",
         world_ranks=[across.world_ranks[leader] for leader in leaders],

@@ -53,7 +53,7 @@ class HierarchicalTransport(Transport):
         inside: SharedMemoryTransport,
         between: ManagedGroup | None,
         *,
-        backend: str = "gloo",
+        kind: str = "gloo",
         check: str = "best_effort",
     ) -> None:
         super().__init__(
@@ -65,7 +65,7 @@ class HierarchicalTransport(Transport):
             world_ranks=across.world_ranks,
         )
         self.check = parse(Check, check, "check")
-        self._store, self._backend = store, backend
+        self._store, self._kind = store, kind
         self._across, self._inside, self._between = across, inside, between
         self._leaders = leaders_of(self.hosts)
         self._members = members_of(self.hosts, self.rank)
@@ -76,23 +76,14 @@ class HierarchicalTransport(Transport):
 
     @classmethod
     def join(
-        cls,
-        store: Store,
-        rank: int,
-        world_size: int,
-        *,
-        backend: str = "gloo",
-        check: str = "best_effort",
-        timeout: float = 600.0,
-        hosts: Sequence[int] | None = None,
-        name: str = "",
+        cls, store: Store, rank: int, world_size: int, *, kind: str = "gloo", check: str = "best_effort", **options: Any
     ) -> Self:
         """Join the other ranks at `store`; every rank calls it with the same store.
 
-        `backend` is that of the group between the leaders. `hosts` pretends that ranks are on several hosts.
+        `kind` is that of the group between the leaders; `options` (`timeout`, `hosts`, `name`) are those of
+        `ProcessGroupTransport.join`.
         """
-        options = {"timeout": timeout, "hosts": hosts, "name": name}
-        return cls._build(store, rank, world_size, groups.share_memory, backend, check, **options)
+        return cls._build(store, rank, world_size, groups.share_memory, kind, check, **options)
 
     @classmethod
     def _build(
@@ -101,7 +92,7 @@ class HierarchicalTransport(Transport):
         rank: int,
         world_size: int,
         share: Callable[[ManagedGroup], SharedMemoryTransport],
-        backend: str,
+        kind: str,
         check: str,
         **options: Any,
     ) -> Self:
@@ -109,11 +100,16 @@ class HierarchicalTransport(Transport):
         with contextlib.ExitStack() as made:
             across = ManagedGroup.join(under(store, "across"), rank, world_size, check="always", **options)
             made.callback(across.close)
-            inside = share(across)
-            made.callback(inside.close)
-            between = groups.join_leaders(store, across, backend)
+            try:
+                inside = share(across)
+                made.callback(inside.close)
+                between = groups.join_leaders(store, across, kind)
+            except BaseException as error:  # the others hear of it before `across` is closed
+                across.failure_log.announce_exit(ExitNotice.of(error, across.reporter.own))
+                across.abort(error)
+                raise
             made.pop_all()
-        return cls(store, across, inside, between, backend=backend, check=check)
+        return cls(store, across, inside, between, kind=kind, check=check)
 
     # Transport's contract
 
@@ -192,13 +188,13 @@ class HierarchicalTransport(Transport):
         deadline = Deadline(self.seconds(timeout))
         self.compare_calls(call, timeout)
         at_home = src in self._place
-        home = self._leaders.index(members_of(self.hosts, src)[0])
+        root = self._leaders.index(members_of(self.hosts, src)[0])
         segments = cut(flat.view(torch.uint8))
         copies = []
         for segment in segments:
             if at_home:
                 self._broadcast_inside(segment, self._place[src], deadline)
-            copies.append(self._start_copy(segment, home, deadline))
+            copies.append(self._start_copy(segment, root, deadline))
         for segment, copy in zip(segments, copies, strict=True):
             if copy is not None:
                 self._await(copy)
@@ -246,12 +242,12 @@ class HierarchicalTransport(Transport):
             return None
         return self._start(between, "sum", lambda: between.all_reduce(flat, op, timeout=deadline.left()))
 
-    def _start_copy(self, flat: Tensor, home: int, deadline: Deadline) -> Ticket | None:
-        """On a leader, begin to copy `flat` from the leader of host number `home` to the others."""
+    def _start_copy(self, flat: Tensor, root: int, deadline: Deadline) -> Ticket | None:
+        """On a leader, begin to copy `flat` from the leader of host number `root` to the others."""
         between = self._between
         if between is None:
             return None
-        return self._start(between, "copy", lambda: between.broadcast(flat, home, timeout=deadline.left()))
+        return self._start(between, "copy", lambda: between.broadcast(flat, root, timeout=deadline.left()))
 
     # Messages
 
@@ -306,7 +302,7 @@ class HierarchicalTransport(Transport):
         join: Callable[..., Transport] = ProcessGroupTransport.join
         if len(set(options["hosts"])) < size:
             join, options["share"] = self._build, lambda _: self._split_inside(name, near, members)
-        split = join(store, rank, size, backend=self._backend, check=self.check, **options)
+        split = join(store, rank, size, kind=self._kind, check=self.check, **options)
         self.keep_split(split, members)
         return split
 

@@ -13,16 +13,17 @@ import functools
 import hashlib
 import os
 import struct
+import time
 from collections.abc import Callable, Sequence
 
 from murmura.collectives.chunks import SMALL_BYTES
 from murmura.observe.probe import Probe
 from murmura.transports.error_reporter import DIED, ExitNotice, Reporter
-from murmura.transports.liveness import PidfdPoll, process_state
+from murmura.transports.liveness import STOPPED, PidfdPoll, process_state
 from murmura.transports.shared_memory import futex
 from murmura.transports.shared_memory.arena import PAGE_BYTES, round_up
 from murmura.transports.shared_memory.segment import Segment
-from murmura.transports.stalls import StallNotes, WaitDeadline, follow
+from murmura.transports.stalls import StallNotes, WaitDeadline, follow, is_recent
 
 # Words of a block. The first eight share a cache line: what a collective of small messages reads of a peer.
 ENTERED = 0  # number of the collective entered last
@@ -35,7 +36,7 @@ PIECES = 9  # number of the collective << 24 | pieces staged in it
 EXITED = 10  # length of the exit notice, once there is one
 CALLED = 11  # number of the collective whose call is told in the call text
 AWAITS = 12  # message << 16 | 1 << 15 if it is to be received | peer + 1, while the rank sleeps in an exchange
-STALLED = 13  # in the block of the world, not of a channel: rank + 1 of whom it waits for in vain, on any channel
+STALLED = 13  # of the world's block: when << 16 | rank + 1 of whom it waits for in vain on any channel; 0 if for nobody
 WAKE = 16  # on a line of its own: written by peers
 # Bytes of a block
 GONE_AT = 256  # one for each rank, which sets it when it will never look at this block again
@@ -43,8 +44,8 @@ EXIT_NOTICE_AT, EXIT_NOTICE_BYTES = 512, 1536
 CALL_AT, CALL_BYTES = 2048, 2048
 PAIRS_AT, PAIR_BYTES = 4096, 256
 
-STOPPED = ("T", "t")  # states of a process
 SPINS, YIELDS = 50, 200
+YIELD_SECONDS = 0.02  # at most: on a busy machine each yield may take as long
 FIRST_NAP, LONGEST_NAP = 0.005, 0.1  # seconds between two looks at deaths and deadlines
 
 
@@ -92,8 +93,8 @@ class ControlBlock:
         self.failure: BaseException | None = None  # with which this rank aborted the channel
         self.notes: StallNotes | None = None  # with which a wait whose time is up finds who is at fault
         self.probe: Probe | None = None  # told whom this rank waits for
-        crowded = self.world_size > len(os.sched_getaffinity(0))
-        self.spins = 0 if crowded else SPINS
+        oversubscribed = self.world_size > len(os.sched_getaffinity(0))
+        self.spins = 0 if oversubscribed else SPINS
         self._asleep = [self.at[peer] + ASLEEP for peer in self.peers]
         self._life_fds = list(life_fds)
         self._liveness = PidfdPoll({life_fds[peer]: peer for peer in self.peers})
@@ -156,9 +157,12 @@ class ControlBlock:
             for _ in range(self.spins):
                 if not missing():
                     return
+            give_up = time.monotonic() + YIELD_SECONDS
             for _ in range(YIELDS):
                 if not missing():
                     return
+                if time.monotonic() > give_up:
+                    break
                 os.sched_yield()
         if missing():
             self._sleep(missing, operation, timeout, stuck)
@@ -294,8 +298,9 @@ class SegmentNotes:
         self._words, self._at, self._own = block.words, block.at, block.own
 
     def tell(self, awaited: Sequence[int]) -> None:
-        self._words[self._own + STALLED] = awaited[0] + 1 if awaited else 0  # of several, one leads on
+        note = int(time.monotonic()) << 16 | awaited[0] + 1 if awaited else 0  # of several, one leads on
+        self._words[self._own + STALLED] = note
 
     def awaited_by(self, rank: int) -> Sequence[int]:
-        awaited = self._words[self._at[rank] + STALLED]
-        return [awaited - 1] if 0 < awaited <= len(self._at) else ()
+        told, awaited = divmod(int(self._words[self._at[rank] + STALLED]), 1 << 16)
+        return [awaited - 1] if 0 < awaited <= len(self._at) and is_recent(told, time.monotonic()) else ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
@@ -21,6 +22,7 @@ from murmura.transports.shared_memory.control_block import (
     ASLEEP,
     DIGEST,
     ENTERED,
+    YIELD_SECONDS,
     YIELDS,
     ControlBlock,
     digest_of,
@@ -90,6 +92,7 @@ class SmallAllReduce:
         asleep = [control.at[peer] + ASLEEP for peer in control.peers]
         their_digest = DIGEST - ENTERED
         spins, yields, sched_yield = range(control.spins), range(YIELDS), os.sched_yield
+        monotonic = time.monotonic
         fence, wake_sleepers = control.fence, control.wake_sleepers
         release, acquire = fence.release, fence.acquire
         ordered = futex.ORDERED_STORES
@@ -114,10 +117,13 @@ class SmallAllReduce:
                         if words[at] >= number:
                             break
                     else:
+                        give_up = monotonic() + YIELD_SECONDS
                         for _ in yields:
                             sched_yield()
                             if words[at] >= number:
                                 break
+                            if monotonic() > give_up:
+                                return alone
                         else:
                             return alone
             return finish(number, result)
