@@ -24,6 +24,7 @@ from murmura.transports.serial_executor import EndedTicket, Ticket
 
 LOOK_SECONDS = 0.1  # between two looks of the watchdog
 SUSPECT_SECONDS = 0.5  # after which an operation that goes on makes it look for ranks that have failed
+STALL_SECONDS = 10.0  # after which it warns, and each time after twice as long
 LEFT_SECONDS = 3.0  # after which it asks also for ranks that left: their last kernels may be a little ahead of ours
 
 
@@ -68,6 +69,7 @@ class Launch:
     ended: torch.cuda.Event
     since: float | None = None  # when it was first seen to have begun, by the monotonic clock
     looked: float = 0.0
+    warn_after: float = STALL_SECONDS
 
     def waited(self) -> float:
         """Seconds since it began, as far as anybody has looked; 0 as long as it is queued behind other kernels."""

@@ -8,6 +8,7 @@ host waits only where it reads what comes: tensors in host memory, `barrier`, co
 from __future__ import annotations
 
 import contextlib
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -21,6 +22,8 @@ from murmura.errors import PeerLost, TransportError
 from murmura.transports.base import Transport
 from murmura.transports.cuda_launches import LEFT_SECONDS, CudaLaunches, Launch
 from murmura.transports.serial_executor import Ticket
+
+log = logging.getLogger("murmura")
 
 UNDEFINED = (
     "The exchange was broken off on the GPU: what it wrote, and all that was computed from it since, is undefined. "
@@ -86,6 +89,13 @@ class LaunchingTransport(Transport):
     def find_fault(self, launch: Launch, waited: float, *, timed_out: bool) -> BaseException | None:
         if timed_out:
             return self.explain_delay(launch, waited)
+        if waited > launch.warn_after:
+            launch.warn_after *= 2
+            log.warning(
+                "rank %d has waited %.0f s for %s in %s; it gives up after %.0f s.",
+                self.reporter.own, waited, ", ".join(f"rank {each}" for each in self.reporter.names(launch.awaited)),
+                launch.operation, launch.timeout,
+            )  # fmt: skip
         cause = self.known_cause(launch, waited)
         return None if isinstance(cause, PeerLost) and cause.left and waited < LEFT_SECONDS else cause
 
