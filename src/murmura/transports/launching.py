@@ -63,8 +63,12 @@ class LaunchingTransport(Transport):
             return super().run_operation(name, partial(self._run_staged, work, tensors), async_op, sent, received)
         if not async_op:
             return super().run_operation(name, work, False, sent, received)
-        run = partial(super().run_operation, name, work, False, sent, received)
-        return self.launches.run_beside(f"{name} on rank {self.rank}", run, tensors)
+        if name != "exchange":
+            self.announce()  # on the current stream, on which listeners may write weights
+        probe = self._probe
+        if probe is not None and not self._executor.runs_here():
+            work = probe.operation(name, sent, work, in_background=True)
+        return self.launches.run_beside(f"{name} on rank {self.rank}", partial(self.run_in_turn, name, work), tensors)
 
     def _run_staged(self, work: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
         with self.host_waiting(with_current=any(tensor.is_cuda for tensor in tensors)):
@@ -105,7 +109,6 @@ class LaunchingTransport(Transport):
             error = type(told)(words, rank=told.rank, peer=told.peer, operation=told.operation)
             error.cause = told.cause
         self.abort(error)
-        self._break_off()
 
     def raise_failure(self, operation: str) -> None:
         assert self.failure is not None

@@ -192,6 +192,8 @@ class ProcessGroupTransport(LaunchingTransport):
     def on_abort(self, error: BaseException) -> None:
         if self._failure_log is not None and not self.closed:
             self._failure_log.announce_exit(ExitNotice.of(error, self.reporter.own))
+        if self._on_cuda:
+            self._break_off()  # or kernels that wait for peers would hold up the device
 
     def on_close(self) -> None:
         if self._failure_log is not None and self.failure is None:
@@ -295,7 +297,7 @@ class ProcessGroupTransport(LaunchingTransport):
 
     def _break_off(self) -> None:
         """End the waits in a group of our own; a group that was handed over may be in use elsewhere."""
-        if not self._owns_group:
+        if not self._owns_group or self._group is None:
             return
         if self._on_cuda:
             self._group.abort()
