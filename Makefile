@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+export PYTHONDONTWRITEBYTECODE :=  # empty: without bytecode on disk, each process of the tests compiles everything anew
 
 .PHONY: help demo test test-all lint bench docs clean
 

@@ -1,7 +1,9 @@
 """The police: a test that leaves anything behind fails, whatever it asserted.
 
-`traces` lists what a process can leave behind, as seen now. A test is guilty of what is there after it and was not
+`Traces` are what a process can leave behind, as seen now. A test is guilty of what is there after it and was not
 before, once it had a moment to go away. Every test begins with the same random numbers and one thread for torch.
+
+Thousands of tests pay for this, so nothing is read about processes and files that were there before the test.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -29,8 +32,16 @@ MADE_HERE = ("murmura", "torch_", "psm_", "sem.")  # names that this library, to
 
 SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # when an optimizer or a compiler is first used
 
-_has_token: dict[tuple[int, str], bool] = {}  # by pid and start time: whether the token was in its environment
 Traces = dict[tuple[object, ...], str]  # what identifies a thing, and its name in words
+
+
+@dataclass(frozen=True)
+class Before:
+    """What was there when a test began."""
+
+    own: Traces  # threads, descriptors and ports of this process
+    pids: set[int]  # of the machine
+    files: set[str]  # in shared memory
 
 
 def pytest_configure() -> None:
@@ -52,7 +63,7 @@ def police() -> Iterator[None]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     variables = dict(os.environ)
-    before = traces()
+    before = Before(own_traces(), pids(), set(os.listdir(SHARED)))
     yield
     left = leaks(before)
     changed = changed_variables(variables)
@@ -66,10 +77,10 @@ def police() -> Iterator[None]:
         pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
 
 
-def leaks(before: Traces, grace: float = GRACE_SECONDS) -> list[str]:
+def leaks(before: Before, grace: float = GRACE_SECONDS) -> list[str]:
     """What is here now, was not in `before`, and does not go away within `grace` seconds."""
     deadline = time.monotonic() + grace
-    while left := [name for key, name in traces().items() if key not in before]:
+    while left := list(new_traces(before).values()):
         if time.monotonic() > deadline:
             return left
         gc.collect()  # a mapping lives as long as the last tensor in it
@@ -77,16 +88,32 @@ def leaks(before: Traces, grace: float = GRACE_SECONDS) -> list[str]:
     return []
 
 
-def traces() -> Traces:
-    family = relatives()
-    found = {("thread", id(thread)): f"thread {thread.name}" for thread in threading.enumerate() if is_watched(thread)}
-    found |= {("process", *key): f"process {key[0]} ({name})" for key, name in family.items()}
-    found |= descriptors()
-    found |= sockets()
-    found |= shared_files({os.getpid(), *(pid for pid, _ in family)})
+def own_traces() -> Traces:
+    found: Traces = {}
+    for thread in threading.enumerate():
+        if is_watched(thread):
+            found["thread", id(thread)] = f"thread {thread.name}"
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found |= descriptor(int(entry), os.readlink(f"/proc/self/fd/{entry}"))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         found["process group",] = "torch's default process group"
     return found
+
+
+def new_traces(before: Before) -> Traces:
+    """What is here now and was not there before."""
+    found = {key: name for key, name in own_traces().items() if key not in before.own}
+    family = relatives(pids() - before.pids)
+    found |= {("process", pid): f"process {pid} ({name})" for pid, name in family.items()}
+    for name in set(os.listdir(SHARED)) - before.files:
+        if name.startswith(MADE_HERE) and not is_used_elsewhere(SHARED / name, {os.getpid(), *family}):
+            found["file", name] = f"file {SHARED / name}"
+    return found
+
+
+def pids() -> set[int]:
+    return {int(name) for name in os.listdir(PROC) if name.isdigit()}
 
 
 def changed_variables(before: Mapping[str, str]) -> list[str]:
@@ -99,82 +126,55 @@ def is_watched(thread: threading.Thread) -> bool:
     return (not thread.daemon or thread.name.startswith("murmura")) and not thread.name.startswith("pytest_timeout")
 
 
-def relatives() -> dict[tuple[int, str], str]:
-    """Name by (pid, start time) of every process that descends from this one, orphans included.
+def relatives(candidates: set[int]) -> dict[int, str]:
+    """Name by pid of the candidates that descend from this process, orphans included.
 
     Left out are multiprocessing's two servers, which stay until this process ends.
     """
-    own = os.getpid()
     servers = {
         getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None),
         getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None),
     }
-    token = f"{TOKEN}={os.environ.get(TOKEN)}".encode()
-    parents: dict[int, int] = {}
-    names: dict[int, tuple[str, str]] = {}
-    ours = {own}
-    for folder in PROC.iterdir():
-        if not folder.name.isdigit():
-            continue
+    found = {}
+    for pid in candidates - servers:
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            name, _, fields = (folder / "stat").read_text().partition("(")[2].rpartition(") ")
-            state, parent, *rest = fields.split()
-            if state in "ZX" and int(parent) != own:
-                continue  # dead, and its own parent's to bury
-            pid, start = int(folder.name), rest[17]
-            parents[pid], names[pid] = int(parent), (start, name)
-            if (pid, start) not in _has_token:
-                _has_token[pid, start] = token in (folder / "environ").read_bytes().split(b"\0")
-            if _has_token[pid, start]:
-                ours.add(pid)
-    for pid in parents:
-        line = [pid]
-        while line[-1] in parents and line[-1] not in ours:
-            line.append(parents[line[-1]])
-        if line[-1] in ours:
-            ours.update(line)
-    return {(pid, names[pid][0]): names[pid][1] for pid in ours & names.keys() - servers - {own}}
-
-
-def descriptors() -> Traces:
-    """This process's descriptors of shared segments and of other processes."""
-    found: Traces = {}
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{entry}")
-            if target.startswith("/memfd:murmura") or "pidfd" in target:
-                found["descriptor", entry, target, os.stat(f"/proc/self/fd/{entry}").st_ino] = (
-                    f"descriptor {entry} of {target}"
-                )
+            name, state, parent = status(pid)
+            if parent == os.getpid() or (state not in "ZX" and is_relative(pid)):  # the dead are their parent's to bury
+                found[pid] = name
     return found
 
 
-def sockets() -> Traces:
-    """Sockets on which a stranger could call this process: TCP ports, and meeting points of the library."""
-    found: Traces = {}
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            inode = os.readlink(f"/proc/self/fd/{entry}")
-            if not inode.startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(entry))) as copy:
-                if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    continue
+def is_relative(pid: int) -> bool:
+    """Whether this process, or one that has its token, is among the process and its ancestors."""
+    token = f"{TOKEN}={os.environ.get(TOKEN)}".encode()
+    while pid > 1:
+        if pid == os.getpid() or token in (PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+            return True
+        _, _, pid = status(pid)
+    return False
+
+
+def status(pid: int) -> tuple[str, str, int]:
+    """Name, state and parent of a process."""
+    name, _, fields = (PROC / str(pid) / "stat").read_text().partition("(")[2].rpartition(") ")
+    state, parent, *_ = fields.split()
+    return name, state, int(parent)
+
+
+def descriptor(number: int, target: str) -> Traces:
+    """A descriptor of this process, if it is a shared segment, another process, or a socket on which a stranger could
+    call: a TCP port, or the library's own rendezvous."""
+    if target.startswith("/memfd:murmura") or "pidfd" in target:
+        return {("descriptor", number, target, os.fstat(number).st_ino): f"descriptor {number} of {target}"}
+    if target.startswith("socket:"):
+        with socket.socket(fileno=os.dup(number)) as copy:
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 name = copy.getsockname()
                 if copy.family in (socket.AF_INET, socket.AF_INET6):
-                    found["port", inode] = f"listening TCP port {name[1]}"
-                elif copy.family == socket.AF_UNIX and bytes(name).startswith(b"\0murmura"):
-                    found["socket", inode] = f"abstract socket @{bytes(name)[1:].decode()}"
-    return found
-
-
-def shared_files(pids: set[int]) -> Traces:
-    """Files in /dev/shm, but for those that a process not in `pids` is using."""
-    found: Traces = {}
-    for path in SHARED.iterdir():
-        if path.name.startswith(MADE_HERE) and not is_used_elsewhere(path, pids):
-            found["file", path] = f"file {path}"
-    return found
+                    return {("port", target): f"listening TCP port {name[1]}"}
+                if copy.family == socket.AF_UNIX and bytes(name).startswith(b"\0murmura"):
+                    return {("socket", target): f"abstract socket @{bytes(name)[1:].decode()}"}
+    return {}
 
 
 def is_used_elsewhere(path: Path, pids: set[int]) -> bool:

@@ -5,6 +5,7 @@ A function that runs on ranks stands at the top level of its module, because pro
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import warnings
 from collections.abc import Callable, Sequence
@@ -170,3 +171,27 @@ WORLDS = (
 def those(claim: Callable[[World], bool] = lambda world: True) -> list[Any]:
     """The worlds of which `claim` holds, as parameters of a test."""
     return [pytest.param(each, id=each.name, marks=[pytest.mark.slow] * each.slow) for each in WORLDS if claim(each)]
+
+
+def pairs(**axes: Sequence[Any]) -> Any:
+    """Every combination of the axes' values; a choice in which any two fast values of two axes meet is not slow."""
+    params = [[each if hasattr(each, "marks") else pytest.param(each, id=f"{each}") for each in axes[x]] for x in axes]
+    cases = list(itertools.product(*(range(len(axis)) for axis in params)))
+    fast = [case for case in cases if not any(axis[place].marks for axis, place in zip(params, case, strict=True))]
+    unmet = {case: set(itertools.combinations(enumerate(case), 2)) for case in fast}
+    chosen = set()
+    while any(unmet.values()):
+        best = max(fast, key=lambda case: len(unmet[case]))
+        chosen.add(best)
+        met = unmet[best]
+        unmet = {case: left - met for case, left in unmet.items()}
+    values = [[axis[place] for axis, place in zip(params, case, strict=True)] for case in cases]
+    marked = [
+        pytest.param(
+            *(each.values[0] for each in value),
+            id="-".join(each.id for each in value),
+            marks=[pytest.mark.slow] * (case not in chosen),
+        )
+        for case, value in zip(cases, values, strict=True)
+    ]
+    return pytest.mark.parametrize(tuple(axes), marked)

@@ -16,7 +16,7 @@ import torch
 
 from murmura import Ticket, Transport
 from murmura.collectives import ring
-from worlds import World
+from worlds import World, pairs, those
 
 
 def delay(dice: random.Random, seconds: float) -> None:
@@ -81,8 +81,7 @@ def flood(transport: Transport, length: int, count: int) -> list[int]:
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("length", [1, 1000, 200_001], ids=["one", "small", "large"])
+@pairs(world=those(), size=[2, 3], length=[1, 1000, 200_001])
 def test_hundreds_in_flight_on_two_channels_never_mix(world: World, size: int, length: int) -> None:
     count = 200 if length < 100_000 else 40
     assert world.run(flood, size, length, count) == [[]] * size
@@ -216,9 +215,7 @@ def outpace(transport: Transport, length: int, on_arena: bool) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("length", [5, 150_001], ids=["small", "large"])
-@pytest.mark.parametrize("on_arena", [False, True], ids=["ordinary", "allocated"])
+@pairs(world=those(), size=[2, 3], length=[5, 150_001], on_arena=[False, True])
 def test_a_slow_rank_gets_what_was_sent(world: World, size: int, length: int, on_arena: bool) -> None:
     assert world.run(outpace, size, length, on_arena) == [[]] * size
 

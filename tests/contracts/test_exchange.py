@@ -12,7 +12,7 @@ from torch import Tensor
 from contracts.cases import REDUCIBLE, digest, random
 from contracts.test_broadcast import special_bits
 from murmura import Transport
-from worlds import World, those
+from worlds import World, pairs, those
 
 LENGTHS = (0, 1, 3, 1001, 300_007)
 BEYOND_STAGING = 5_000_011  # in fp32, more than the 16 MiB that shared memory keeps for a pair of ranks
@@ -61,8 +61,7 @@ def swap_with_all(transport: Transport, length: int) -> dict[int, str]:
     return {peer: digest(out) for out, peer in recvs}
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
-@pytest.mark.parametrize("length", [0, 3, 100_003])
+@pairs(world=those(), size=[2, 3, 5, 8], length=[0, 3, 100_003])
 def test_all_pairs_both_ways_in_one_exchange(world: World, size: int, length: int) -> None:
     for rank, received in enumerate(world.run(swap_with_all, size, length)):
         assert received == {
