@@ -31,7 +31,7 @@ LAYERS = (
     {"integrations"},
     {"", "__init__", "lab", "__main__"},  # the package itself, which imports what it exports
     # The second floor: programs, which the library never imports.
-    {"tools", "tools.ranks", "tools.one_gpu", "tools.progress", "tools.options"},
+    {"tools", "tools.ranks", "tools.one_gpu", "tools.progress", "tools.options", "tools.migrate"},
     {"tools.lab"},
     {"tools.experiments"},
     {"tools.bench", "tools.doctor"},
@@ -59,6 +59,8 @@ STORE_MODULES = (
     "signed_store",
     "watched_store",
     "failure_log",
+    "user_group",
+    "foreign_group",
     "group_building",
 )  # besides rendezvous
 
@@ -77,6 +79,8 @@ def layer(parts: Sequence[str]) -> str:
 def may_import_torch_distributed(path: PurePosixPath) -> bool:
     return (
         path.as_posix() in {*(f"transports/{name}.py" for name in STORE_MODULES), "tools/experiments/gloo.py"}
+        # where torch's own communication hooks run, and its Join
+        or path.as_posix() in {"ddp/comm_hook.py", "ddp/torch_surface.py", "ddp/torch_join.py"}
         or "rendezvous" in path.with_suffix("").parts
         or top(path) in {"launch", "integrations", "tools.bench"}
     )

@@ -32,7 +32,6 @@ from murmura import (
     connect,
     run_world,
 )
-from murmura.transports.connect import choose
 
 KINDS = ("threads", "processes")
 SECONDS = 45.0  # for a script, which imports torch first
@@ -616,14 +615,3 @@ def test_two_jobs_at_once_on_one_host_open_no_port(tmp_path: Path) -> None:
             said, told = process.communicate(timeout=SECONDS)
             assert told == ""
             assert json.loads(said) == ["SharedMemoryTransport", [[mean], [mean]], []]
-
-
-@pytest.mark.parametrize(
-    ("backend", "num_gpus", "wanted"),
-    [("cuda", 2, "nccl"), ("cuda", 1, "shared_memory"), ("auto", 2, "shared_memory"), ("cpu", 2, "shared_memory")],
-)
-def test_what_one_host_takes(backend: str, num_gpus: int, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = DistributedConfig(world_size=2, rank=0, local_world_size=2, backend=backend)
-    assert choose(config) == wanted

@@ -49,7 +49,7 @@ SIGNATURES = {
     "TracedTransport": "transport",
     "FaultyTransport": "transport, fault, *, rank, operation",
     "ThrottledTransport": "transport, bandwidth='100mbit', latency=0.0",
-    "connect": "config=None",
+    "connect": "config=None, *, device=None, transport=None, timeout=None, check=None",
     "run_world": "fn, world_size, *args, kind='threads', transport=None, hosts=None, timeout=None",
     "GradientAggregator.aggregate": "self, gradients",
     "LocalAggregator": "",
@@ -97,7 +97,10 @@ SIGNATURES = {
     "Phased": "first, until_round, *, then",
     "DDP": (
         "module, transport=None, *, algorithm=None, bucket_size_bytes=25 * 2**20, broadcast_buffers=True, "
-        "ignore=(), verify_every=0, nonfinite='pass'"
+        "ignore=(), verify_every=0, nonfinite='pass', process_group=None, device_ids=None, output_device=None, dim=0, "
+        "bucket_cap_mb=None, bucket_cap_mb_list=None, find_unused_parameters=False, gradient_as_bucket_view=True, "
+        "static_graph=False, mixed_precision=None, device_mesh=None, init_sync=True, forward_sync_buffers=None, "
+        "**others"
     ),
     "DDP.with_bucket_size": "module, transport, bucket_size_bytes",
     "DDP.forward": "self, *args, **kwargs",
@@ -107,7 +110,10 @@ SIGNATURES = {
     "DDP.sync_gradients": "self",
     "DDP.overlapped_sync_gradients": "self",
     "DDP.broadcast_parameters": "self, root=0",
-    "DDP.join": "self, loader",
+    "DDP.join": (
+        "self, loader=None, *, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False"
+    ),
+    "DDP.register_comm_hook": "self, state, hook",
     "DDP.verify_in_sync": "self",
     "DDP.set_algorithm": "self, algorithm",
     "DDP.algorithm_state_dict": "self",

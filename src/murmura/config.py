@@ -171,7 +171,7 @@ class DistributedConfig:
         """Read the variables of torchrun, Open MPI, MPICH or SLURM (inside a step), and the MURMURA_ variables.
 
         Without any launcher's variables it is a world of one; if some are missing, a ConfigError names them.
-        MURMURA_ALGORITHM, _TRANSPORT, _JOB_ID, _SECRET and _TIMEOUT set the fields of those names.
+        MURMURA_ALGORITHM, _TRANSPORT, _JOB_ID, _SECRET and _TIMEOUT set the fields of those names, _DEVICE `backend`.
         """
         values, faults, where = read_environment(env)
         raise_faults([*faults, *find_faults(values)], where)

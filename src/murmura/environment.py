@@ -211,6 +211,7 @@ def read_environment(env: Mapping[str, str] | None = None) -> tuple[dict[str, An
         values = read_launcher(variables, launcher)
     for name in ("algorithm", "transport", "job_id", "secret"):
         values[name] = variables.read({f"MURMURA_{name.upper()}": str}) or values.get(name)
+    values["backend"] = variables.read({"MURMURA_DEVICE": str})
     values["timeout"] = variables.read({"MURMURA_TIMEOUT": seconds})
     values = {name: value for name, value in values.items() if value is not None}
     return values, variables.faults, f"the environment ({launcher.name})" if launcher else "the environment"

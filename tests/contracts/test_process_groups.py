@@ -384,7 +384,7 @@ def test_a_missing_rank_is_named(missing: int) -> None:
 
 def test_a_missing_rank_is_named_in_a_file_too(tmp_path: Path) -> None:
     store = file_store(str(tmp_path / "store"), 4)
-    store.set("here/2", '["", "0", "somewhere", "there", 1]')
+    store.set("here/2", '["", "0", "somewhere", "there", 1, ""]')
     with pytest.raises(RendezvousError, match=r"of 4 ranks \[0, 3\] did not come") as caught:
         ProcessGroupTransport.join(store, 1, 4, timeout=0.2)
     assert caught.value.missing == (0, 3)

@@ -46,18 +46,6 @@ def test_a_cast_model_can_be_wrapped_again() -> None:
     assert on_ranks(run, 2) == [0.5, 0.5]
 
 
-@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-def test_a_gradient_with_a_graph_is_refused_by_name() -> None:
-    def run(transport: Transport) -> None:
-        ddp = DDP(weight(), transport)
-        ddp(number(1)).square().sum().backward(create_graph=True)
-
-    for error in errors_on(run, 2):
-        assert isinstance(error, UsageError)
-        assert "the gradient of 'weight' has a graph of its own" in str(error)
-        assert "torch.autograd.grad" in str(error)
-
-
 def replace(model: nn.Module) -> None:
     model[1] = weight()
 

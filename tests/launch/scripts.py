@@ -11,7 +11,8 @@ COMMAND = [sys.executable, "-m", "murmura", "run"]
 TELL = """
 import json, os, sys
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MURMURA_JOB_ID",
-         "TORCHELASTIC_RESTART_COUNT", "OMP_NUM_THREADS", "MURMURA_ALGORITHM", "MURMURA_TRANSPORT", "MURMURA_SECRET")
+         "TORCHELASTIC_RESTART_COUNT", "OMP_NUM_THREADS", "MURMURA_ALGORITHM", "MURMURA_TRANSPORT", "MURMURA_SECRET",
+         "MURMURA_DEVICE")
 print(json.dumps({**{name: os.environ.get(name) for name in names}, "args": sys.argv[1:]}))
 print("to stderr", file=sys.stderr)
 """

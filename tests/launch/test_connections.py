@@ -237,7 +237,9 @@ def test_a_thread_that_torch_does_not_let_end_holds_no_store(monkeypatch: pytest
         return reporter.lost(1, "the rendezvous") if stuck.is_set() else None
 
     with pytest.raises(PeerLost):
-        group_building.build_group(Roster(0, (0, 0), {}, store, (0, 1)), 2, "gloo", 20.0, reporter, watch)
+        group_building.build_group(
+            Roster(0, (0, 0), {}, store, (0, 1), "token", ("", "")), 2, "gloo", 20.0, reporter, watch
+        )
     del store
     gc.collect()
     assert kept() is None

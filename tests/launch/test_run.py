@@ -38,6 +38,7 @@ def test_every_rank_gets_its_place_and_its_arguments_and_its_output_carries_its_
     secret = tmp_path / "secret"
     secret.write_text("swordfish\n")
     options = ["--algorithm", "bytegrad", "--transport", "shared_memory", "--secret-file", str(secret)]
+    options += ["--device", "cpu"]
     done = murmura_run("-n", "3", *options, write(tmp_path, TELL), "--lr", "0.1", "-n", "x", OMP_NUM_THREADS="")
     assert done.returncode == 0, done.stderr
     said = told(done.stdout)
@@ -46,8 +47,8 @@ def test_every_rank_gets_its_place_and_its_arguments_and_its_output_carries_its_
         assert (each["RANK"], each["LOCAL_RANK"]) == (str(rank), str(rank))
         assert (each["WORLD_SIZE"], each["LOCAL_WORLD_SIZE"]) == ("3", "3")
         assert each["args"] == ["--lr", "0.1", "-n", "x"]
-        carried = each["MURMURA_ALGORITHM"], each["MURMURA_TRANSPORT"], each["MURMURA_SECRET"]
-        assert carried == ("bytegrad", "shared_memory", "swordfish")
+        carried = each["MURMURA_ALGORITHM"], each["MURMURA_TRANSPORT"], each["MURMURA_SECRET"], each["MURMURA_DEVICE"]
+        assert carried == ("bytegrad", "shared_memory", "swordfish", "cpu")
         assert each["OMP_NUM_THREADS"] == str(max(1, num_cores() // 3))
     assert len({each["MURMURA_JOB_ID"] for each in said.values()}) == 1
     assert [f"[rank {rank}] to stderr" in done.stderr.splitlines() for rank in range(3)] == [True] * 3

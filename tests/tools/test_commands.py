@@ -19,7 +19,7 @@ from murmura.tools.cli.main import app
 from murmura.tools.experiments import Training, loop, task_named
 from murmura.tools.experiments.recipes import configuration, described
 
-COMMANDS = ("train", "compare", "report", "bench", "doctor", "run", "lab", "algorithms")
+COMMANDS = ("train", "compare", "report", "bench", "doctor", "run", "lab", "algorithms", "migrate")
 MURMURA = [sys.executable, "-m", "murmura"]
 
 
@@ -27,7 +27,7 @@ def test_the_help_names_every_command_and_each_gives_an_example() -> None:
     shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"}).stdout
     for name in COMMANDS:
         assert f" {name} " in shown
-    for name in ("train", "compare", "report", "run", "algorithms"):
+    for name in ("train", "compare", "report", "run", "algorithms", "migrate"):
         assert "For example: " in " ".join(CliRunner().invoke(app, [name, "--help"]).stdout.split())
 
 

@@ -52,8 +52,10 @@ class BackgroundExchanges:
         self._channel = channel
         self._filled: dict[torch.device, torch.cuda.Event] = {}  # recorded anew for each exchange
 
-    def start(self, what: str, tensors: Sequence[Tensor], work: Callable[[], None]) -> PendingExchange:
-        """Run `work` on `tensors`, which must not be used until `wait` returns."""
+    def start(
+        self, what: str, tensors: Sequence[Tensor], work: Callable[[], None], operation: str = "exchange"
+    ) -> PendingExchange:
+        """Run `work` on `tensors`, which must not be used until `wait` returns; a profiler calls it `operation`."""
         streams: dict[torch.device, torch.cuda.Stream] = {}
         for tensor in tensors:
             if tensor.is_cuda:
@@ -69,7 +71,7 @@ class BackgroundExchanges:
                     current.enter_context(OnStream(side))
                 work()
 
-        return PendingExchange(self._channel, self._channel.submit_job(what, run), sides)
+        return PendingExchange(self._channel, self._channel.submit_job(what, run, operation), sides)
 
     def _follow(self, device: torch.device) -> torch.cuda.Stream:
         """The communication stream, which waits for what the current one has to do by now."""

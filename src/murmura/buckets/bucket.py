@@ -1,13 +1,11 @@
-"""A bucket: the gradients of its parameters side by side, and how a gradient is copied into it."""
+"""The memory of a bucket: the gradients of its parameters side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-
-from murmura.errors import UsageError
 
 
 class Bucket:
@@ -33,45 +31,6 @@ class Bucket:
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """`flat`, a tensor as long as the bucket's own, cut by parameter, with the parameters' shapes and strides."""
         return [_view_like(*each) for each in zip(torch.split(flat, self.numels), self.parameters, strict=True)]
-
-    def copy_gradient_in(self, slot: int) -> None:
-        """Copy the gradient of `parameters[slot]` into the bucket, and make `.grad` a view of it there."""
-        gradient = self._outside(slot)
-        if gradient is not None:
-            self.views[slot].copy_(gradient)
-            self.parameters[slot].grad = self.views[slot]
-
-    def copy_gradients_in(self, slots: Iterable[int]) -> None:
-        """As `copy_gradient_in` for each of `slots`, but on a GPU in one kernel for many."""
-        outside = {slot: gradient for slot in slots if (gradient := self._outside(slot)) is not None}
-        if outside:
-            torch._foreach_copy_([self.views[slot] for slot in outside], list(outside.values()))
-        for slot in outside:
-            self.parameters[slot].grad = self.views[slot]
-
-    def _outside(self, slot: int) -> Tensor | None:
-        """The gradient of `parameters[slot]`, if it is not in the bucket already; `UsageError` if it does not fit."""
-        parameter, view = self.parameters[slot], self.views[slot]
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.layout is not torch.strided:
-            raise UsageError(
-                f"the gradient of {self.names[slot]!r} is sparse, which DDP does not exchange. "
-                "Build the embedding with sparse=False, or name the parameter in DDP(ignore=...)."
-            )
-        if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
-            if (gradient.dtype, gradient.device, gradient.shape) != (view.dtype, view.device, view.shape):
-                raise UsageError(
-                    f"the gradient of {self.names[slot]!r} no longer fits its bucket: the parameter was cast, moved "
-                    "or resized after wrapping. Do that before, or wrap the model again: DDP(ddp.into_inner(), ...)."
-                )
-            if gradient.requires_grad:
-                raise UsageError(
-                    f"the gradient of {self.names[slot]!r} has a graph of its own, which no exchange can keep. "
-                    "Instead of backward(create_graph=True) use torch.autograd.grad, and then a plain backward."
-                )
-            return gradient
-        return None
 
     def __repr__(self) -> str:
         return (

@@ -37,30 +37,31 @@ def bucket_limit(specs: Sequence[ParameterSpec], bucket_bytes: int) -> int:
 def plan_buckets(
     specs: Sequence[ParameterSpec],
     order: Sequence[int],
-    bucket_bytes: int,
+    bucket_bytes: int | Sequence[int],
     first_bytes: int = FIRST_BUCKET_BYTES,
     *,
     fills: bool = False,
 ) -> list[tuple[int, ...]]:
     """Cut the parameters, taken in `order`, into buckets; each is a tuple of indices into `specs`.
 
-    A bucket has one dtype and one device and at most `bucket_bytes`; a parameter larger than that is alone. If `fills`,
-    a bucket has at least `bucket_bytes` instead, with the parameter that brings it there. Buckets come in the order in
-    which, if gradients come in `order`, they are complete.
+    A bucket has one dtype and one device and at most `bucket_bytes`, the first one at most `first_bytes`; a parameter
+    larger than that is alone. A sequence has the limits of the first buckets and, last, of all others. If `fills`, a
+    bucket has at least as much instead, with the parameter that brings it there. Buckets come in the order in which, if
+    gradients come in `order`, they are complete.
     """
     closed: list[list[int]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    limit = min(first_bytes, bucket_bytes)
+    limits = [min(first_bytes, bucket_bytes), bucket_bytes] if isinstance(bucket_bytes, int) else bucket_bytes
     for index in order:
         spec = specs[index]
         kind = (spec.dtype, spec.device)
         bucket = open_buckets.setdefault(kind, [])
+        limit = limits[min(len(closed), len(limits) - 1)]
         size = sum(specs[each].num_bytes for each in bucket) + spec.num_bytes
         if fills:
             bucket.append(index)
         if bucket and (size >= limit if fills else size > limit):
             closed.append(bucket)
-            limit = bucket_bytes
             bucket = open_buckets[kind] = []
         if not fills:
             bucket.append(index)

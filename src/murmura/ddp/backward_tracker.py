@@ -22,7 +22,7 @@ class BackwardTracker:
         self.in_no_sync = False
         self.syncs = True  # whether the backward that is running, or ran last, synchronises
         self._on_end = weakref.WeakMethod(on_end)
-        self._forward_syncs = True  # what the last forward of the root decided
+        self.forward_syncs = True  # what the last forward of the root decided
         self._running: Callable[[], object] = _nothing  # a weak reference to the callback of the running backward
 
     @property
@@ -37,13 +37,13 @@ class BackwardTracker:
 
     def forward(self) -> None:
         """A forward of the root begins."""
-        self._forward_syncs = not self.in_no_sync
+        self.forward_syncs = not self.in_no_sync
 
     def follow(self, *, through_root: bool) -> None:
         """A backward is running, which may be new; `through_root` if it has reached an output of the root."""
         if self.is_running:
             return
-        self.syncs = self._forward_syncs if through_root else not self.in_no_sync
+        self.syncs = self.forward_syncs if through_root else not self.in_no_sync
         reference = self._on_end
 
         def end() -> None:

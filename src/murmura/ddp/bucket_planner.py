@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from murmura.buckets import Bucket, ParameterSpec, bucket_limit, plan_buckets
+from murmura.buckets.flat import Allocate
 from murmura.ddp.replica import ModelReplica
 from murmura.errors import ConfigError
 
@@ -19,9 +20,10 @@ class BucketPlanner:
     That is the reverse of their definition until the first round has shown another.
     """
 
-    def __init__(self, replica: ModelReplica, bucket_bytes: int) -> None:
+    def __init__(self, replica: ModelReplica, bucket_bytes: Sequence[int]) -> None:
         self._replica = replica
         self._bucket_bytes = bucket_bytes
+        self.allocate: Allocate = replica.transport.allocate  # the memory of the buckets
         self._order = list(reversed(replica.trainable()))
         self._is_observed = False
         self._cut: list[tuple[int, ...]] | None = None  # the order cut into buckets, once asked for
@@ -39,7 +41,7 @@ class BucketPlanner:
                 index,
                 [replica.names[each] for each in members],
                 [replica.parameters[each] for each in members],
-                replica.transport.allocate,
+                self.allocate,
             )
             for index, members in enumerate(self._plan())
         ]
@@ -55,11 +57,13 @@ class BucketPlanner:
             # A launch on a GPU costs the same for any size and NCCL is faster the larger it is: as torch's DDP does it.
             # The transport decides, not the parameters, for all ranks must plan alike.
             device = replica.transport.device
-            if device is not None and device.type == "cuda":
-                self._cut = plan_buckets(specs, self._order, self._bucket_bytes, fills=True)
-            else:
-                limit = bucket_limit([specs[each] for each in self._order], self._bucket_bytes)
-                self._cut = plan_buckets(specs, self._order, limit)
+            fills = device is not None and device.type == "cuda"
+            limits: int | Sequence[int] = self._bucket_bytes
+            if len(self._bucket_bytes) == 1:
+                limits = self._bucket_bytes[0]
+                if not fills:
+                    limits = bucket_limit([specs[each] for each in self._order], limits)
+            self._cut = plan_buckets(specs, self._order, limits, fills=fills)
         return self._cut
 
     def add(self, indices: Sequence[int]) -> bool:

@@ -6,9 +6,9 @@ done its part. The optimizer, the scheduler, clipping and GradScaler stay the us
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 import torch
 from torch import nn
@@ -19,34 +19,53 @@ from murmura.ddp import consensus, replica_checks
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.round import Event
 from murmura.ddp.round_driver import RoundDriver
+from murmura.ddp.torch_arguments import DEFAULT_BUCKET_BYTES, TorchArguments, ignored_names, moved, split_positional
+from murmura.ddp.torch_surface import TorchSurface
 from murmura.ddp.wrapping import check_module, refuse_inside_torch_ddp
 from murmura.environment import setting_from_env
-from murmura.errors import ConfigError, UsageError
+from murmura.errors import ConfigError
 from murmura.observe import Observer
 from murmura.transports.base import Transport
-from murmura.transports.connect import connect
+from murmura.transports.connect import transport_for
 from murmura.types import NonFinite, parse
 
 Batch = TypeVar("Batch")
 
 
-class DDP(nn.Module):
+class DDP(TorchSurface):
     """Keeps the replicas of `module` together while they train.
 
     Every rank wraps the same model; they start from rank 0's parameters and buffers.
 
     Args:
         module: the model; reached again as `.module`, and calling it directly works too.
-        transport: None connects from the environment, and `close` closes that connection; one that is given
-            stays the caller's.
+        transport: None connects as the environment says, and `close` closes that connection; one that is given
+            stays the caller's. A list is taken as torch's `device_ids`.
         algorithm: an Algorithm or its name; None takes the environment's, else gradient all-reduce.
         bucket_size_bytes: parameters travel together in buckets of at most about this size; a smaller model is cut
             into several all the same, so that they travel while backward goes on.
-        broadcast_buffers: whether ranks take over rank 0's buffers at the first forward of a round; algorithms that
-            exchange weights average them instead. False leaves buffers to each rank after the start.
+        broadcast_buffers: whether ranks take over rank 0's buffers at the start and at the first forward of a round;
+            algorithms that exchange weights average them instead. False leaves buffers to each rank.
         ignore: names of parameters and buffers that stay local.
         verify_every: run `verify_in_sync` every so many rounds; 0 is never.
         nonfinite: "pass", "raise" or "skip_step", when a gradient holds an infinity or a NaN.
+
+    The arguments of torch's DistributedDataParallel:
+
+    Args:
+        process_group: a group of torch.distributed whose ranks hold the replicas.
+        device_ids: None or one GPU, on which the model is; `forward` moves inputs there.
+        output_device: None, or the same GPU.
+        dim: 0; no input is scattered.
+        bucket_cap_mb: `bucket_size_bytes` in MiB.
+        bucket_cap_mb_list: the sizes of the first buckets in MiB; the last one is that of all others, too.
+        find_unused_parameters: accepted; unused parameters are always found.
+        gradient_as_bucket_view: False copies gradients out of the buckets, which costs their memory once more.
+        static_graph: accepted; nothing depends on it.
+        mixed_precision: refused; use torch.autocast and a compressor.
+        device_mesh: a mesh of one dimension, instead of `process_group`.
+        init_sync: False starts from each rank's own weights, which must be equal already.
+        forward_sync_buffers: as `broadcast_buffers`, but buffers are rank 0's at the start in any case.
     """
 
     module: nn.Module
@@ -54,44 +73,81 @@ class DDP(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        transport: Transport | None = None,
+        transport: Transport | Sequence[Any] | None = None,
         *,
         algorithm: Algorithm | str | None = None,
-        bucket_size_bytes: int = 25 * 2**20,
+        bucket_size_bytes: int = DEFAULT_BUCKET_BYTES,
         broadcast_buffers: bool = True,
         ignore: Collection[str] = (),
         verify_every: int = 0,
         nonfinite: NonFinite | str = "pass",
+        process_group: Any = None,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        bucket_cap_mb: float | None = None,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        init_sync: bool = True,
+        forward_sync_buffers: bool | None = None,
+        **others: Any,
     ) -> None:
         super().__init__()
         chosen = _as_algorithm(algorithm)
         nonfinite = parse(NonFinite, nonfinite, "nonfinite")
+        given, device_ids = split_positional(transport, device_ids)
+        words = TorchArguments(
+            process_group=process_group,
+            device_ids=device_ids,
+            output_device=output_device,
+            dim=dim,
+            bucket_cap_mb=bucket_cap_mb,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            mixed_precision=mixed_precision,
+            device_mesh=device_mesh,
+            init_sync=init_sync,
+            forward_sync_buffers=forward_sync_buffers,
+            others=others,
+        )
         _check_numbers(bucket_size_bytes, verify_every)
-        if transport is not None and not isinstance(transport, Transport):
-            raise ConfigError(
-                f"transport={transport!r} is no Transport. Pass what connect() or run_world() gives, or None."
-            )
         check_module(module, DDP)
+        words.check(module)
+        words.check_start(chosen)
+        caps = words.bucket_bytes(bucket_size_bytes)
         self.module = module
-        self._transport = connect() if transport is None else transport
+        self.device_ids, self.output_device, self.device_mesh = device_ids, output_device, device_mesh
+        self.bucket_bytes_cap_list = caps if bucket_cap_mb_list else []
+        self.forward_sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self._torch_group = words.group
+        self._input_device = words.input_device(module)
+        self._transport = transport_for(module, transport=given, process_group=words.group)
         try:
             channel = self._transport.channel("ddp").without_listeners()
-            self._replica = ModelReplica(module, channel, ignore, broadcast_buffers)
+            self._replica = ModelReplica(module, channel, ignored_names(module, ignore), self.forward_sync_buffers)
             replica_checks.check_same_model(self._replica.transport, self._replica.describe())
-            self._take_over(0)
+            if init_sync:
+                self._replica.take_over(0, buffers=self.forward_sync_buffers or forward_sync_buffers is not None)
             self._driver = RoundDriver(
                 module,
                 self._replica,
                 chosen,
                 world=self._transport,
-                owns_world=transport is None,
-                bucket_bytes=bucket_size_bytes,
-                broadcasts_buffers=broadcast_buffers,
+                owns_world=given is None,
+                bucket_bytes=caps,
+                broadcasts_buffers=self.forward_sync_buffers,
                 verify_every=verify_every,
                 nonfinite=nonfinite,
+                gradients_are_views=gradient_as_bucket_view,
             )
         except BaseException:
-            if transport is None:
+            if given is None:
                 self._transport.close()
             raise
 
@@ -122,37 +178,15 @@ class DDP(nn.Module):
         refuse_inside_torch_ddp()
         if self._driver.closed and self.module.training and torch.is_grad_enabled():
             self._driver.round.check(Event.FORWARD)
+        if self._input_device is not None:
+            args, kwargs = moved(args, self._input_device), moved(kwargs, self._input_device)
         return self.module(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's own: no prefix, so it loads with and without DDP."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict of the module, or one that torch's DDP saved with its prefix."""
-        if assign:
-            raise UsageError(
-                "load_state_dict(assign=True) would replace the parameters that DDP keeps together. "
-                "Leave assign out, or load into the module before wrapping it."
-            )
-        own = self.module.state_dict().keys()
-        if not any(name in own for name in state_dict) and all(name.startswith("module.") for name in state_dict):
-            state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Loads as a part of another module: a state dict of that has no prefix for this wrapper either."""
-        own = f"{prefix}module."
-        if not any(name.startswith(own) for name in state_dict):
-            for name in [name for name in state_dict if name.startswith(prefix)]:
-                state_dict[own + name.removeprefix(prefix)] = state_dict.pop(name)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # Synchronising
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside it a backward only accumulates and is no round."""
-        return self._driver.no_sync()
+        return self._driver.backward.no_sync()
 
     def sync_gradients(self) -> None:
         """Run the round that `no_sync` held back, bucket after bucket; a no-op when the round is in sync."""
@@ -173,19 +207,48 @@ class DDP(nn.Module):
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Take over parameters and buffers of `root`, in place: optimizers built before stay valid. Collective."""
-        self._driver.before_load(self.module)
-        self._take_over(root)
-        self._driver.after_load(self.module)
+        self._driver.take_over(root)
 
-    def _take_over(self, root: int) -> None:
-        tensors = [*self._replica.parameters, *self._replica.all_buffers]
-        self._replica.broadcast(tensors, root, self._replica.transport.allocate)
+    @overload
+    def join(self, loader: Iterable[Batch]) -> Iterator[Batch]: ...
+    @overload
+    def join(
+        self,
+        loader: None = None,
+        *,
+        divide_by_initial_world_size: bool = ...,
+        enable: bool = ...,
+        throw_on_early_termination: bool = ...,
+    ) -> AbstractContextManager[None]: ...
+    def join(
+        self,
+        loader: Any = None,
+        *,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Any:
+        """Train on uneven data: `for batch in ddp.join(loader)`, or torch's `with ddp.join()`.
 
-    def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Iterate uneven data: a rank out of it replays its last batch with weight 0 until all are done.
+        With a loader, a rank out of data replays its last batch with weight 0 until all are done. Every rank runs its
+        whole loop as often as the one with the most batches; means are weighted by data. It works for every algorithm,
+        and takes none of the options.
 
-        Every rank runs its whole loop as often as the one with the most batches; means are weighted by data.
+        Without one it is the context manager of torch's DistributedDataParallel: a rank that has left the block takes
+        part in the others' rounds with zeros, and at the end all hold the weights of the last. Gradient algorithms
+        only.
+
+        Args:
+            loader: the batches of this rank, or None.
+            divide_by_initial_world_size: whether means divide by all ranks, or by those that are still in the block.
+            enable: False makes the block do nothing.
+            throw_on_early_termination: whether all ranks raise as soon as one has left the block.
         """
+        options = (divide_by_initial_world_size, enable, throw_on_early_termination)
+        if loader is None:
+            return self._driver.joining.context(*options)
+        if options != (True, True, False):
+            raise ConfigError("join(loader) takes no options: they are for join() without a loader, as torch has it.")
         return self._driver.joining.batches(loader)
 
     def verify_in_sync(self) -> None:
@@ -259,15 +322,6 @@ class DDP(nn.Module):
         """Close the wrapper and return the module, free of its hooks."""
         self.close()
         return self.module
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise UsageError(
-            "a DDP cannot be copied: it holds a place in the order of communication. "
-            "Copy its model: copy.deepcopy(ddp.module)."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UsageError("a DDP cannot be pickled: it holds a transport. Save ddp.state_dict() instead.")
 
 
 def _as_algorithm(algorithm: Algorithm | str | None) -> Algorithm:

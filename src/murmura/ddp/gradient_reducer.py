@@ -7,6 +7,7 @@ everything, and gives parameters that only other ranks used their gradient.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,18 +17,25 @@ from torch import Tensor, nn
 from murmura.algorithms import AlgorithmImpl
 from murmura.algorithms.background_exchange import BackgroundExchanges, PendingExchange, wait_for
 from murmura.buckets import Bucket
+from murmura.buckets.flat import plain_memory
 from murmura.ddp.bucket_planner import BucketPlanner
+from murmura.ddp.comm_hook import CommHook
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.tail import Tail
 from murmura.errors import MurmuraError, UsageError
 from murmura.observe.observer import Observer, exchanging
 
+log = logging.getLogger("murmura")
+
 
 class GradientReducer:
     """The gradients of one model on one rank; `exchange` is what the algorithm does with a full bucket."""
 
-    def __init__(self, replica: ModelReplica, planner: BucketPlanner) -> None:
+    def __init__(self, replica: ModelReplica, planner: BucketPlanner, *, as_views: bool) -> None:
         self.exchange: Callable[[Bucket], None]
+        self.hook: CommHook | None = None  # takes the place of `exchange`
+        self._as_views = as_views  # gradients are views of the buckets, and not copied out of them
+        self._has_graphs = False  # some came with a graph of their own, and so in their own memory
         self._replica = replica
         self._planner = planner
         self.observer: Observer | None = None
@@ -65,11 +73,12 @@ class GradientReducer:
             id(parameter): (bucket, slot) for bucket in self.buckets for slot, parameter in enumerate(bucket.parameters)
         }
         self._tail = Tail(self.buckets, self._transport) if self.buckets else None
-        for bucket in self.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if parameter.grad is not None:
-                    view.copy_(parameter.grad)
-                    parameter.grad = view
+        if self._as_views:
+            for bucket in self.buckets:
+                for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                    if parameter.grad is not None and not parameter.grad.requires_grad:
+                        view.copy_(parameter.grad)
+                        parameter.grad = view
         self.reset()
 
     def reset(self) -> None:
@@ -81,6 +90,22 @@ class GradientReducer:
         self._failure: BaseException | None = None  # of the first exchange of the round that failed
         self._before = None
         self.observed = []
+
+    def use_hook(self, hook: CommHook) -> None:
+        """Let `hook` exchange the buckets from the next round on."""
+        self.hook = hook
+        self._planner.allocate = plain_memory  # no transport touches it, and some of torch's hooks resize it
+        if self._replica.buckets:
+            self._replica.buckets = self._planner.buckets()
+            self.use(self._replica.buckets)
+
+    def refuse_switch(self) -> None:
+        """Refuse another algorithm beside a hook, which would go on to exchange the gradients."""
+        if self.hook is not None:
+            raise UsageError(
+                "set_algorithm() was called, but a communication hook exchanges the gradients. Wrap the model again "
+                "for another algorithm: DDP(ddp.into_inner(), ...)."
+            )
 
     @property
     def has_sent(self) -> bool:
@@ -97,7 +122,7 @@ class GradientReducer:
             for bucket, before in zip(self.buckets, self._before, strict=True):
                 for parameter, view in zip(bucket.parameters, bucket.views_of(before), strict=True):
                     if parameter.grad is not None:
-                        view.copy_(parameter.grad)
+                        view.copy_(parameter.grad.detach())
 
     def add(self, parameter: nn.Parameter, number: int, *, send: bool = True) -> None:
         """A gradient of round `number` is complete: copy it into its bucket, and `send` the buckets that are full."""
@@ -113,7 +138,7 @@ class GradientReducer:
         if bucket.flat.is_cuda:
             self._note_stream(bucket.flat.get_device())
         else:
-            bucket.copy_gradient_in(slot)
+            self._copy_in(bucket, [slot])
         if not self._ready[bucket.index][slot]:
             self._ready[bucket.index][slot] = True
             self._num_missing[bucket.index] -= 1
@@ -134,7 +159,7 @@ class GradientReducer:
                 # A gradient from before counts even if the last micro-batch did not use the parameter, or it is frozen.
                 if parameter.grad is not None:
                     if not bucket.flat.is_cuda:
-                        bucket.copy_gradient_in(slot)
+                        self._copy_in(bucket, [slot])
                     self._ready[bucket.index][slot] = True
                 else:
                     bucket.views[slot].zero_()
@@ -147,6 +172,8 @@ class GradientReducer:
         wait_for(self._tickets)
         if tail.must_be_read(weighs):
             self._settle(tail, averages and weighs, number)
+        if not self._as_views or self._has_graphs:
+            self._copy_out()
         self.reset()
 
     def _note_stream(self, device: int) -> None:
@@ -166,16 +193,66 @@ class GradientReducer:
                     gradient = bucket.parameters[slot].grad
                     if gradient is not None:  # its memory must outlive the copy, on whichever stream it was made
                         gradient.record_stream(current)
-        bucket.copy_gradients_in(ready)
+        self._copy_in(bucket, ready)
+
+    def _copy_in(self, bucket: Bucket, slots: Sequence[int]) -> None:
+        """Copy gradients into their places in `bucket`, on a GPU by one kernel for many."""
+        outside = {slot: gradient for slot in slots if (gradient := self._outside(bucket, slot)) is not None}
+        if bucket.flat.is_cuda and outside:
+            torch._foreach_copy_([bucket.views[slot] for slot in outside], [each.detach() for each in outside.values()])
+        for slot, gradient in outside.items():
+            if not bucket.flat.is_cuda:
+                bucket.views[slot].copy_(gradient.detach())
+            if gradient.requires_grad:
+                if not self._has_graphs:
+                    log.warning("backward(create_graph=True): gradients are averaged, but not through their graphs")
+                self._has_graphs = True
+            elif self._as_views:
+                bucket.parameters[slot].grad = bucket.views[slot]
+
+    def _outside(self, bucket: Bucket, slot: int) -> Tensor | None:
+        """The gradient of a parameter, unless it is in the bucket already; `UsageError` if it does not fit."""
+        parameter, view = bucket.parameters[slot], bucket.views[slot]
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise UsageError(
+                f"the gradient of {bucket.names[slot]!r} is sparse, which DDP does not exchange. "
+                "Build the embedding with sparse=False, or name the parameter in DDP(ignore=...)."
+            )
+        if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
+            if (gradient.dtype, gradient.device, gradient.shape) != (view.dtype, view.device, view.shape):
+                raise UsageError(
+                    f"the gradient of {bucket.names[slot]!r} no longer fits its bucket: the parameter was cast, moved "
+                    "or resized after wrapping. Do that before, or wrap the model again: DDP(ddp.into_inner(), ...)."
+                )
+            return gradient
+        return None
+
+    def _copy_out(self) -> None:
+        """Copy the means from the buckets into gradients of their own memory."""
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if parameter.grad is not view and parameter.grad is not None:
+                    with torch.no_grad():
+                        parameter.grad.copy_(view)
+                elif parameter.grad is view and not self._as_views:  # only other ranks used it
+                    parameter.grad = view.clone()
 
     def _send(self, bucket: Bucket, number: int) -> None:
         if bucket.flat.is_cuda:
             self._gather(bucket)
         what = f"bucket {bucket.index} (first parameter {bucket.names[0]!r}) of round {number}"
 
+        is_last = bucket.index == len(self.buckets) - 1
+        finish = self.hook.start(bucket, is_last=is_last) if self.hook is not None else None
+
         def exchange() -> None:
             with exchanging(self.observer, "bucket", bucket.index):
-                self.exchange(bucket)
+                if finish is None:
+                    self.exchange(bucket)
+                else:
+                    finish()
 
         self._tickets.append(self._submit(what, exchange, bucket.flat))
 
@@ -193,7 +270,7 @@ class GradientReducer:
                 self._failure = error
                 raise
 
-        return self._background.start(what, [tensor], run)
+        return self._background.start(what, [tensor], run, "all_reduce")
 
     def _settle(self, tail: Tail, weighs: bool, number: int) -> None:
         """Give every parameter that any rank used its mean gradient; leave the others without."""

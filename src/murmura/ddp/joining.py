@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -14,24 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from murmura.ddp.hooks import with_gradient
-from murmura.ddp.settling import Settling
+from murmura.ddp.uneven_inputs import Shadowed, UnevenInputs
 from murmura.errors import UsageError
 from murmura.transports.base import Transport
 
 Batch = TypeVar("Batch")
 
 
-class Joined(Protocol):
+class Joined(Shadowed, Protocol):
     """The model whose batches are joined."""
 
     @property
-    def channel(self) -> Transport: ...
-
-    @property
     def module(self) -> nn.Module: ...
-
-    @property
-    def settling(self) -> Settling: ...
 
     def gradients_begin(self) -> None: ...
 
@@ -46,10 +41,13 @@ class Joining:
         self._num_real = 0
         self.active = False
         self.replaying = False
+        self.uneven = UnevenInputs(model)
 
     @property
     def weight(self) -> float:
         """This rank's share of real batches in the round."""
+        if self.uneven.active:
+            return 0.0 if self.uneven.shadows else 1.0
         if self._num_batches:
             return self._num_real / self._num_batches
         return 0.0 if self.replaying else 1.0  # a further round of the same batch
@@ -57,7 +55,7 @@ class Joining:
     @property
     def weighs(self) -> bool:
         """Whether the round has batches of a join in it, some of which may be replayed on another rank."""
-        return self.active or self._num_batches > 0
+        return self.active or self._num_batches > 0 or self.uneven.weighs
 
     def round_ended(self) -> None:
         self._num_batches = self._num_real = 0
@@ -67,9 +65,17 @@ class Joining:
         if not self.active:
             self.round_ended()
 
+    def context(self, divide_by_initial: bool, enable: bool, throws: bool) -> AbstractContextManager[None]:
+        """torch's context manager around a loop over uneven data."""
+        if not enable:
+            return nullcontext()
+        if self.active:
+            raise UsageError("ddp.join(loader) is running; finish or break its loop before you open join().")
+        return self.uneven.context(divide_by_initial=divide_by_initial, throws=throws)
+
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of `loader`, then the last one again until every rank has seen all of its own."""
-        if self.active:
+        if self.active or self.uneven.active:
             raise UsageError("ddp.join() is already running; finish or break its loop before you start another.")
         self._model.settling.settle()
         if self._channel is None:

@@ -74,6 +74,11 @@ class ModelReplica:
             self.transport.broadcast(flat, src)
         packing.write(flats)
 
+    def take_over(self, root: int, *, buffers: bool = True) -> None:
+        """Overwrite the parameters, and `buffers` if so wished, with those of rank `root`, in place."""
+        tensors = [*self.parameters, *(self.all_buffers if buffers else [])]
+        self.broadcast(tensors, root, self.transport.allocate)
+
     def describe(self) -> list[str]:
         """A line for each parameter and buffer: what all ranks must have alike."""
         lines = [

@@ -7,7 +7,7 @@ thread.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -26,6 +26,7 @@ from murmura.ddp.round import Event, Phase, Round
 from murmura.ddp.settling import Settling
 from murmura.ddp.step_tracker import StepTracker
 from murmura.ddp.trained_parameters import TrainedParameters
+from murmura.ddp.uneven_inputs import Stage
 from murmura.ddp.wrapping import refuse_inside_torch_ddp
 from murmura.errors import ConfigError, UsageError
 from murmura.observe.observer import Observer, exposed
@@ -45,10 +46,11 @@ class RoundDriver:
         *,
         world: Transport,
         owns_world: bool,
-        bucket_bytes: int,
+        bucket_bytes: Sequence[int],
         broadcasts_buffers: bool,
         verify_every: int,
         nonfinite: NonFinite,
+        gradients_are_views: bool = True,
     ) -> None:
         self.module = module
         self.replica = replica
@@ -56,14 +58,15 @@ class RoundDriver:
         self.round = Round()
         self.joining = Joining(self)
         self.needs_settling = False  # a round has ended since `_before_round`
+        self.requires_buffers = True  # the next round begins with a broadcast of the buffers
         self._world = world
         self._owns_world = owns_world
         self._broadcasts_buffers = broadcasts_buffers and bool(replica.buffers)
         self._verify_every = verify_every
         self._nonfinite = NonFinitePolicy(replica, nonfinite)
         self._observer: Observer | None = None
-        self._backward = BackwardTracker(self._end_of_backward)
-        self.settling = Settling(replica, self.round, self._backward)
+        self.backward = BackwardTracker(self._end_of_backward)
+        self.settling = Settling(replica, self.round, self.backward)
         self._was_late = False  # the last round began with its backward
         self._loading: nn.Module | None = None  # the outermost module that is loading
         self._module_hooks: list[Any] = []
@@ -75,7 +78,7 @@ class RoundDriver:
             )
         self._steps = StepTracker(replica)
         self.planner = BucketPlanner(replica, bucket_bytes)
-        self.reducer = GradientReducer(replica, self.planner)
+        self.reducer = GradientReducer(replica, self.planner, as_views=gradients_are_views)
         self._stop_listening = world.before_collectives(self.settling.before_collective)
         self._trained = TrainedParameters(self, replica, self.planner)
         try:
@@ -99,6 +102,8 @@ class RoundDriver:
     def switch(self, algorithm: Algorithm) -> None:
         """Close the running algorithm and start another, between rounds."""
         self._notice_exception()
+        self.joining.uneven.refuse_switch()
+        self.reducer.refuse_switch()
         self.round.apply(Event.SWITCH)
         self.settling.settle()
         self.algorithm = replace_algorithm(self.algorithm, algorithm, self.replica)
@@ -107,7 +112,7 @@ class RoundDriver:
 
     @property
     def _exchanges_gradients(self) -> bool:
-        has_work = self.channel.world_size > 1 or self.algorithm.works_alone
+        has_work = self.channel.world_size > 1 or self.algorithm.works_alone or self.reducer.hook is not None
         return has_work and self.algorithm.exchanges is Exchanges.GRADIENTS
 
     @property
@@ -137,7 +142,7 @@ class RoundDriver:
         if self.round.phase is Phase.ACCUMULATED and not self.replica.has_gradients():
             self.round.apply(Event.DISCARD)
         self.round.apply(Event.SAVE, "saving the state (algorithm_state_dict, Checkpointer.save)")
-        self._refuse_after_failure("saving the state")
+        self.settling.refuse_after_failure("saving the state")
         self.settling.settle()
 
     def before_load(self, module: nn.Module) -> None:
@@ -153,10 +158,11 @@ class RoundDriver:
             self.algorithm.weights_replaced()
             self.round.begun = False
 
-    def _refuse_after_failure(self, what: str) -> None:
-        """Raise if an exchange has failed since its launch on a GPU: nothing of what followed has its value."""
-        if self.channel.failed:
-            self.channel.check_usable(what)
+    def take_over(self, root: int, *, whole: bool = True) -> None:
+        """Take over the parameters of rank `root`, and the buffers unless they are each rank's own and not `whole`."""
+        self.before_load(self.module)
+        self.replica.take_over(root, buffers=whole or self._broadcasts_buffers)
+        self.after_load(self.module)
 
     def _take_in_thawed(self, *, running: bool = True) -> None:
         """Let parameters that were frozen until now take part, on every rank; the `running` algorithm goes on."""
@@ -174,38 +180,40 @@ class RoundDriver:
         """A forward of the root begins, with a graph; the first training forward begins a round."""
         refuse_inside_torch_ddp()
         self._notice_exception()
-        if self._backward.recomputes:
+        if self.backward.recomputes:
             return
         self.settling.seen()
         self.round.check(Event.FORWARD)
-        self._refuse_after_failure("a forward")
-        self._backward.forward()
+        self.settling.refuse_after_failure("a forward")
+        self.backward.forward()
         if self.round.is_idle:
             self._before_round()
         if training:
             self.round.apply(Event.FORWARD)
             if not self.round.begun:
-                self._begin()
+                self.begin()
 
     def before_part(self) -> None:
         """A forward of a part begins, with a graph, and not within one of the root."""
-        if self.round.is_idle and not self._backward.recomputes:
+        if self.round.is_idle and not self.backward.recomputes:
             self.settling.seen()
             self._before_round()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Do the work at the beginning of a round, before its first forward."""
         if self._observer is not None:
             self._observer.round_opens(self.replica.round)
         with exposed(self._observer, "begin_round"):
+            self.joining.uneven.announce(Stage.BEGIN)
             self.joining.forget_broken_loop()
             self._take_in_thawed()
             self.reducer.plan(wanted=self._exchanges_gradients)
             self.algorithm.before_forward()
             if not self._exchanges_weights:
                 self._verify_if_due()
-                self.settling.buffers_pending = self._broadcasts_buffers
+                self.settling.buffers_pending = self._broadcasts_buffers and self.requires_buffers
                 self.settling.broadcast_pending_buffers()
+            self.requires_buffers = True
             self.round.begun = True
 
     def _begin_late(self) -> None:
@@ -218,6 +226,8 @@ class RoundDriver:
         self.settling.buffers_pending = self._broadcasts_buffers and not self._exchanges_weights
 
     def _verify_if_due(self) -> None:
+        if self.joining.uneven.active:  # ranks out of data do no step
+            return
         if self._verify_every and self.replica.round and self.replica.round % self._verify_every == 0:
             self.verify()
 
@@ -226,23 +236,24 @@ class RoundDriver:
     def output_reached(self) -> None:
         """Backward has reached an output of the root: from here it can be followed to its end."""
         self._notice_exception()
-        self._backward.follow(through_root=True)
+        self.backward.follow(through_root=True)
 
     def gradient_came(self, parameter: nn.Parameter) -> None:
         """The gradient of `parameter` has been accumulated."""
         if parameter.grad is None:  # an undefined gradient is none
             return
-        if not self._backward.is_running:
+        if not self.backward.is_running:
             self._notice_exception()
-            self._backward.follow(through_root=False)
+            self.backward.follow(through_root=False)
         if self.round.is_idle:
             self.joining.forget_broken_loop()
-        if not self._backward.syncs:
+        if not self.backward.syncs:
             if self.round.phase is not Phase.LOCAL_BACKWARD:
                 self.round.apply(Event.LOCAL_GRADIENT)
             return
         if self.round.phase is not Phase.BACKWARD:
             self.round.apply(Event.GRADIENT)
+            self.joining.uneven.announce(Stage.EXCHANGE)
             self.reducer.plan(wanted=self._exchanges_gradients)
             self._sends_early = self.round.begun or not self._trained.thawed()
         if self._exchanges_gradients:
@@ -256,30 +267,28 @@ class RoundDriver:
 
     def _notice_exception(self) -> None:
         """Notice that the last backward raised an exception: it has not ended, and is not running any more."""
-        if self.round.phase in (Phase.BACKWARD, Phase.LOCAL_BACKWARD) and not self._backward.is_running:
+        if self.round.phase in (Phase.BACKWARD, Phase.LOCAL_BACKWARD) and not self.backward.is_running:
             self.round.apply(Event.FAILURE if self.reducer.has_sent else Event.RAISED)
             self.reducer.reset()
 
     def _end_of_backward(self) -> None:
-        self._backward.ended()
+        self.backward.ended()
         if self.round.phase is Phase.LOCAL_BACKWARD:
             self.round.apply(Event.LOCAL_END)
         elif self.round.phase is Phase.BACKWARD:  # torch.autograd.grad leaves no gradient in a parameter
-            self._finish(Event.END)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._backward.no_sync()
+            self.finish(Event.END)
 
     def sync(self, *, one_by_one: bool) -> None:
         """Run the round that `no_sync` held back; nothing to do when the round is in sync."""
-        if self._backward.in_no_sync:
+        if self.backward.in_no_sync:
             raise UsageError("gradients cannot be synchronised inside no_sync(); call it after the block.")
         self._notice_exception()
         self.round.check(Event.SYNC)
         if not self.round.is_idle:
-            self._finish(Event.SYNC, one_by_one=one_by_one)
+            self.joining.uneven.announce(Stage.EXCHANGE)
+            self.finish(Event.SYNC, one_by_one=one_by_one)
 
-    def _finish(self, event: Event, *, one_by_one: bool = False) -> None:
+    def finish(self, event: Event, *, one_by_one: bool = False) -> None:
         """Exchange what the round exchanges, and end it."""
         late = not self.round.begun
         with exposed(self._observer, "finish_round"):
@@ -318,7 +327,7 @@ class RoundDriver:
         """`optimizer` begins its step."""
         self._notice_exception()
         self.round.apply(Event.STEP)
-        self._refuse_after_failure("an optimizer's step")
+        self.settling.refuse_after_failure("an optimizer's step")
         self.settling.seen()
         self.remember(optimizer)
         self._prepare_step(optimizer)

@@ -29,6 +29,7 @@ class Settling:
         self._thread = threading.get_ident()  # the user's, which trains
         self._is_settling = False
         self.buffers_pending = False
+        self.buffer_source = 0  # the rank whose buffers the others take over
 
     def seen(self) -> None:
         """The caller's thread is the one that trains."""
@@ -39,6 +40,11 @@ class Settling:
         if self._round.is_idle:
             self._once(self.algorithm.settle)
             self._once(self.broadcast_pending_buffers)
+
+    def refuse_after_failure(self, what: str) -> None:
+        """Raise if an exchange has failed since its launch on a GPU: nothing of what followed has its value."""
+        if self._replica.transport.failed:
+            self._replica.transport.check_usable(what)
 
     def before_collective(self) -> None:
         """The user is about to wait for all ranks, which may wait for an exchange that is pending here."""
@@ -58,10 +64,10 @@ class Settling:
             settling.join(CLOSE_SECONDS)
 
     def broadcast_pending_buffers(self) -> None:
-        """Take over rank 0's buffers, if that is pending."""
+        """Take over the buffers of rank 0, or in a join of one that has data, if that is pending."""
         if self.buffers_pending:
             self.buffers_pending = False
-            self._replica.broadcast(self._replica.buffers, 0)
+            self._replica.broadcast(self._replica.buffers, self.buffer_source)
 
     def _try_to_settle(self) -> None:
         with contextlib.suppress(MurmuraError):  # another exception is being handled already

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -19,6 +20,8 @@ def check_module(module: Any, wrapper: type[nn.Module]) -> None:
     """
     if not isinstance(module, nn.Module):
         raise ConfigError(f"module={module!r} is no torch.nn.Module. Pass the model itself: DDP(model).")
+    if next(itertools.chain(module.parameters(), module.buffers()), None) is None:
+        raise UsageError("this module has no parameters or buffers to keep together. Use it without DDP.")
     for part in module.modules():
         if isinstance(part, (wrapper, DistributedDataParallel)):
             whose = "murmura's DDP" if isinstance(part, wrapper) else "torch's DistributedDataParallel"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Sequence
 from enum import StrEnum
@@ -14,6 +15,8 @@ from torch import Tensor
 from murmura.collectives.reduction import check_reducible
 from murmura.errors import ConfigError, UsageError
 from murmura.types import ReduceOp
+
+log = logging.getLogger("murmura")
 
 Pairs: TypeAlias = Sequence[tuple[Tensor, int]]
 """The messages of an exchange: tensors, each with the rank that it goes to or comes from."""
@@ -207,11 +210,24 @@ def flatten(tensor: Tensor, device: torch.device | None, *, load: bool = True) -
     tensor = tensor.detach()
     target = tensor.device if device is None or tensor.device.type == device.type else device
     if target != tensor.device or not tensor.is_contiguous():
+        if target.type != tensor.device.type:
+            _announce_staging(tensor.device.type, target.type)
         flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=target)
         if load:
             flat.view(tensor.shape).copy_(tensor)
         return flat
     return tensor.resolve_conj().resolve_neg().view(-1)
+
+
+@functools.cache  # once for each pair of devices
+def _announce_staging(source: str, target: str) -> None:
+    log.warning(
+        "tensors on %s are staged through %s memory by this transport, which takes time. If each rank has a GPU of its "
+        "own, use NCCL: torch.distributed.init_process_group('nccl') before DDP, or connect(device='cuda'). Several "
+        "ranks on one GPU have no faster way.",
+        source,
+        "host" if target == "cpu" else target,
+    )
 
 
 def store(flat: Tensor, target: Tensor) -> None:

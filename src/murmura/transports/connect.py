@@ -1,69 +1,221 @@
-"""connect(): from a config, or the environment a launcher left, to the transport that fits."""
+"""connect(): from a config, a process group, or the environment a launcher left, to the transport that fits.
+
+The ranks sign in: on one host at a Unix socket, which opens no port; for a process group, or on several hosts, in a
+store. There each says where its tensors are and what it was told to take. All then make the same choice, or raise the
+same error, and join that transport. Ranks of one host that went to the one and the other find out by an `Announcement`.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from murmura.config import DistributedConfig
+from murmura.environment import seconds, setting_from_env
 from murmura.errors import ConfigError
+from murmura.transports import devices
+from murmura.transports.announcement import Announcement
 from murmura.transports.base import Transport
-from murmura.transports.hierarchical import HierarchicalTransport
+from murmura.transports.checks import Check, check_timeout
+from murmura.transports.choice import Choice, Claim, choose
+from murmura.transports.foreign_group import FakeGroupTransport, ForeignGroupTransport
 from murmura.transports.in_process import InProcessTransport
-from murmura.transports.process_group import ProcessGroupTransport
-from murmura.transports.rendezvous import LOOPBACK, Store, StoreLost, answers, reach_store, serve_store, sign_in, under
-from murmura.transports.shared_memory import SharedMemoryTransport
-from murmura.transports.signed_store import SignedStore
-from murmura.transports.watched_store import nobody, poll
-from murmura.types import DistributedBackend, TransportKind
+from murmura.transports.meeting import Meeting, tell
+from murmura.transports.rendezvous import LOOPBACK, Store, StoreLost, answers, reach_store, serve_store
+from murmura.transports.shared_memory import SharedMemoryTransport, futex
+from murmura.transports.shared_memory import rendezvous as one_host
+from murmura.transports.user_group import UserGroup, default_group, given_group
+from murmura.transports.watched_store import Watch, nobody, poll
+from murmura.types import DistributedBackend, TransportKind, parse
 
-__all__ = ["connect"]
+__all__ = ["connect", "transport_for"]
+
+log = logging.getLogger("murmura")
 
 _SERVED: weakref.WeakValueDictionary[tuple[str, int], Store] = weakref.WeakValueDictionary()
 """The stores that this process serves as rank 0, as long as a transport lives that needs them; the next joins in."""
 
 
-def connect(config: DistributedConfig | None = None) -> Transport:
-    """The transport of this rank, once all ranks have met; by default as the environment says.
+def connect(
+    config: DistributedConfig | None = None,
+    *,
+    device: torch.device | str | None = None,
+    transport: TransportKind | str | None = None,
+    timeout: float | None = None,
+    check: str | None = None,
+) -> Transport:
+    """The transport of this rank, once all ranks have met.
 
-    A world of one needs nothing. Several processes on one host share memory and open no port; with backend="cuda" and
-    a GPU for each they take NCCL, which knows the way between those. Ranks on several hosts meet at `coordinator_addr`
-    and talk through a process group: NCCL where they compute on CUDA, else Gloo, which joins only the hosts where some
-    have several ranks: these share memory.
+    Without `config` the ranks are those of torch.distributed's default process group if there is one, else those that
+    the environment tells of, else this one alone.
+
+    Args:
+        config: this rank's place in its world.
+        device: where the tensors are that will be exchanged; None takes the config's backend, or MURMURA_DEVICE.
+        transport: the kind to take, before that of the config and MURMURA_TRANSPORT. "auto" takes NCCL for CUDA if each
+            rank has a GPU of its own, else shared memory on one host, and on several a `HierarchicalTransport`, or Gloo
+            where each has one rank.
+        timeout: seconds that any wait may last, before those of the config.
+        check: "always" compares the calls of all ranks before every operation, also on process groups.
     """
-    config = DistributedConfig.from_env() if config is None else config
-    kind = choose(config) if config.transport is TransportKind.AUTO else config.transport
-    if kind is TransportKind.IN_PROCESS:
-        if config.world_size > 1:
+    options = _Options.of(device, transport, timeout, check)
+    group = default_group() if config is None else None
+    return _connect_by_config(config, options) if group is None else _connect_by_group(group, options)
+
+
+def transport_for(module: nn.Module, *, transport: Any = None, process_group: Any = None) -> Transport:
+    """The transport on which the replicas of `module` stay together: the one given, or a connection of its own.
+
+    The caller closes what it did not pass as `transport`. `process_group` is one of torch.distributed, which fixes the
+    ranks and their order; closing the transport leaves it open.
+    """
+    if transport is not None and process_group is not None:
+        raise ConfigError("transport= and process_group= both say who the ranks are. Pass one of them.")
+    if transport is not None:
+        if not isinstance(transport, Transport):
             raise ConfigError(
-                f"transport='in_process' joins the threads of one process, but this is rank {config.rank} of "
-                f"{config.world_size} processes. Use run_world(fn, {config.world_size}) or "
-                "InProcessTransport.create_group for threads, or transport='shared_memory' for processes."
+                f"transport={transport!r} is no Transport. Pass what connect() or run_world() gives, or None."
             )
+        return transport
+    device = devices.device_of(module)
+    if process_group is None:
+        return connect(device=device)
+    options = _Options.of(device, TransportKind.AUTO, None, None)  # the argument comes before MURMURA_TRANSPORT
+    return _connect_by_group(given_group(process_group), options)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of `connect`, checked; None where the config or the environment decides."""
+
+    device: torch.device | None
+    transport: TransportKind | None
+    timeout: float | None
+    check: Check
+
+    @classmethod
+    def of(cls, device: Any, transport: str | None, timeout: float | None, check: str | None) -> _Options:
+        check_timeout(timeout, ConfigError)
+        return cls(
+            None if device is None else devices.parse_device(device),
+            None if transport is None else parse(TransportKind, transport, "transport"),
+            timeout,
+            Check.BEST_EFFORT if check is None else parse(Check, check, "check"),
+        )
+
+    def device_or(self, backend: DistributedBackend) -> torch.device:
+        return self.device or torch.device("cuda" if backend is DistributedBackend.CUDA else "cpu")
+
+    def claim(self, told: TransportKind, source: str, backend: DistributedBackend, local_rank: int | None) -> Claim:
+        """What this rank says of itself; `told`, by `source`, and `backend` are used where no argument was given."""
+        kind, source = (told, source) if self.transport is None else (self.transport, "transport=")
+        device = self.device_or(backend)
+        return Claim(kind, source, device.type, devices.gpu_identity(device, local_rank), self.check)
+
+    def gpu(self, backend: DistributedBackend, local_rank: int | None) -> int | None:
+        """The number of the GPU that this rank uses, if it uses one."""
+        device = self.device_or(backend)
+        return devices.gpu_number(device, local_rank) if device.type == "cuda" else None
+
+
+# By a config
+
+
+def _connect_by_config(config: DistributedConfig | None, options: _Options) -> Transport:
+    source = "MURMURA_TRANSPORT" if config is None else "the config's transport"
+    config = DistributedConfig.from_env() if config is None else config
+    if options.timeout is not None:
+        config = replace(config, timeout=options.timeout)
+    claim = options.claim(config.transport, source, config.backend, config.local_rank)
+    if not config.coordinator_addr:
+        claim = replace(claim, gpu="")  # NCCL would need an address
+    _refuse_early(claim.transport, config)
+    if config.world_size == 1 and claim.transport in (TransportKind.AUTO, TransportKind.IN_PROCESS):
+        tell(choose([claim], (0,)), 0, 1, "nobody: neither a launcher nor a process group tells of others")
         return InProcessTransport.create_group(1, timeout=config.timeout)[0]
-    if kind in (TransportKind.GLOO, TransportKind.NCCL, TransportKind.HIERARCHICAL):
-        return _join_over_a_network(config, kind)
-    if not _on_one_host(config):
+    if not (_on_one_host(config) and futex.is_supported()):
+        return _join_over_a_network(config, options, claim)
+    job, secret = _job(config), config.secret or ""
+    with Announcement(job, config.rank, config.world_size, claim) as announcement:
+        if claim.transport not in (TransportKind.AUTO, TransportKind.SHARED_MEMORY):
+            return _join_over_a_network(config, options, claim, watch=announcement.watch)
+        cards = one_host.sign_in(
+            f"{job}/sign-in",
+            config.rank,
+            config.world_size,
+            claim.to_text(),
+            config.timeout,
+            secret=secret,
+            watch=announcement.watch,
+        )
+    claims = [Claim.from_text(card, rank) for rank, card in enumerate(cards)]
+    choice = choose(claims, (0,) * config.world_size)
+    if choice.kind is not TransportKind.SHARED_MEMORY:
+        return _join_over_a_network(config, options, claim, choice)
+    tell(choice, config.rank, config.world_size, "on this host, as the launcher or the config says")
+    return SharedMemoryTransport.join(job, config.rank, config.world_size, timeout=config.timeout, secret=secret)
+
+
+def _refuse_early(kind: TransportKind, config: DistributedConfig) -> None:
+    """Refuse what this rank alone knows to be impossible."""
+    if kind is TransportKind.IN_PROCESS and config.world_size > 1:
+        raise ConfigError(
+            f"transport='in_process' joins the threads of one process, but this is rank {config.rank} of "
+            f"{config.world_size} processes. Use run_world(fn, {config.world_size}) or "
+            "InProcessTransport.create_group for threads, or transport='shared_memory' for processes."
+        )
+    if kind is TransportKind.SHARED_MEMORY and not _on_one_host(config):
         raise ConfigError(
             f"transport='shared_memory' joins the processes of one host, but only {config.local_world_size} of the "
             f"{config.world_size} ranks are on this one."
         )
-    job = f"{config.job_id}:{config.coordinator_addr}"
-    return SharedMemoryTransport.join(
-        job, config.rank, config.world_size, timeout=config.timeout, secret=config.secret or ""
-    )
-
-
-def _join_over_a_network(config: DistributedConfig, kind: TransportKind) -> Transport:
-    if not config.coordinator_addr:
+    needs_address = kind in (TransportKind.GLOO, TransportKind.NCCL, TransportKind.HIERARCHICAL)
+    if needs_address and not config.coordinator_addr:
         raise ConfigError(f"transport='{kind}' needs coordinator_addr, the host:port where rank 0 can be reached.")
+
+
+def _on_one_host(config: DistributedConfig) -> bool:
+    if config.local_world_size is not None:
+        return config.local_world_size == config.world_size
+    return config.coordinator_addr == "" or config.coordinator_host in LOOPBACK
+
+
+def _job(config: DistributedConfig) -> str:
+    """A name that is equal on all ranks, also where one calls its own host by another name."""
+    address = config.coordinator_addr
+    if address and config.coordinator_host in LOOPBACK:
+        address = f"127.0.0.1:{config.coordinator_port}"
+    return f"{config.job_id}:{address}"
+
+
+def _join_over_a_network(
+    config: DistributedConfig, options: _Options, claim: Claim, choice: Choice | None = None, watch: Watch = nobody
+) -> Transport:
+    """Meet in the store at `coordinator_addr`; choose there, unless the ranks have chosen already."""
     deadline = time.monotonic() + config.timeout
     while True:
-        store = _open_store(config, max(1.0, deadline - time.monotonic()))
+        store = _open_store(config, max(1.0, deadline - time.monotonic()), watch)
+        meeting = Meeting(
+            store=store,
+            scope=f"murmura/{config.job_id or ''}",
+            where=f"at {config.coordinator_addr}",
+            rank=config.rank,
+            world_size=config.world_size,
+            timeout=config.timeout,
+            secret=config.secret or "",
+            check=options.check,
+            gpu=options.gpu(config.backend, config.local_rank),
+            watch=watch,
+            between=TransportKind.NCCL if config.backend is DistributedBackend.CUDA else TransportKind.GLOO,
+        )
         try:
-            transport = _join(store, config, kind)
+            transport = meeting.choose_and_join(claim) if choice is None else meeting.join(choice)
         except StoreLost:
             # Perhaps the store of an earlier connection, which rank 0 has closed to open the next.
             if config.rank == 0 or time.monotonic() > deadline or not _is_back(config, deadline):
@@ -73,14 +225,14 @@ def _join_over_a_network(config: DistributedConfig, kind: TransportKind) -> Tran
             return transport
 
 
-def _open_store(config: DistributedConfig, timeout: float) -> Store:
+def _open_store(config: DistributedConfig, timeout: float, watch: Watch) -> Store:
     host, port = config.coordinator_host, config.coordinator_port
     if config.rank == 0:
         served = _SERVED.get((host, port)) or serve_store(host, port, config.world_size, timeout)
         if served is not None:
             _SERVED[host, port] = served
             return served
-    return reach_store(host, port, config.rank, timeout)  # on rank 0 a launcher's
+    return reach_store(host, port, config.rank, timeout, watch)  # on rank 0 a launcher's
 
 
 def _is_back(config: DistributedConfig, deadline: float) -> bool:
@@ -88,37 +240,43 @@ def _is_back(config: DistributedConfig, deadline: float) -> bool:
     return poll(lambda: answers(config.coordinator_host, config.coordinator_port), deadline - time.monotonic(), nobody)
 
 
-def _join(store: Store, config: DistributedConfig, kind: TransportKind) -> Transport:
-    rank, size = config.rank, config.world_size
-    scope = f"murmura/{config.job_id or ''}"
-    job = under(store, scope)
-    if config.secret:
-        job = SignedStore(job, config.secret, scope)
-    if config.transport is TransportKind.AUTO and kind is TransportKind.GLOO:
-        # A rank knows how many share its own host, not the others'; all must come to the same choice.
-        hosts = sign_in(under(job, "hosts"), rank, size, config.timeout).hosts
-        kind = TransportKind.HIERARCHICAL if 1 < len(set(hosts)) < size else kind
-    if kind is TransportKind.HIERARCHICAL:
-        between = TransportKind.NCCL if config.backend is DistributedBackend.CUDA else TransportKind.GLOO
-        return HierarchicalTransport.join(job, rank, size, kind=between, timeout=config.timeout)
-    return ProcessGroupTransport.join(job, rank, size, kind=kind, timeout=config.timeout)
+# By a process group of the user's
 
 
-def choose(config: DistributedConfig) -> TransportKind:
-    """The transport that "auto" selects, as far as one rank can tell."""
-    if config.world_size == 1:
-        return TransportKind.IN_PROCESS
-    if _on_one_host(config):
-        return TransportKind.NCCL if _has_a_gpu_each(config) else TransportKind.SHARED_MEMORY
-    return TransportKind.NCCL if config.backend is DistributedBackend.CUDA else TransportKind.GLOO
-
-
-def _has_a_gpu_each(config: DistributedConfig) -> bool:
-    wants_cuda = config.backend is DistributedBackend.CUDA and config.coordinator_addr != ""
-    return wants_cuda and config.world_size <= torch.cuda.device_count()
-
-
-def _on_one_host(config: DistributedConfig) -> bool:
-    if config.local_world_size is not None:
-        return config.local_world_size == config.world_size
-    return config.coordinator_addr == "" or config.coordinator_host in LOOPBACK
+def _connect_by_group(user: UserGroup, options: _Options) -> Transport:
+    given = setting_from_env("timeout")
+    timeout = options.timeout or (seconds(given) if given else user.timeout()) or 600.0
+    told = parse(TransportKind, setting_from_env("transport") or "auto", "MURMURA_TRANSPORT")
+    backend = parse(DistributedBackend, setting_from_env("device") or "auto", "MURMURA_DEVICE")
+    claim = options.claim(told, "MURMURA_TRANSPORT", backend, None)
+    is_auto = claim.transport is TransportKind.AUTO
+    if user.world_size == 1 and (is_auto or claim.transport is TransportKind.IN_PROCESS):
+        tell(choose([claim], (0,)), 0, 1, f"nobody: {user.words} has no other rank")
+        return InProcessTransport.create_group(1, timeout=timeout)[0]
+    if claim.transport is TransportKind.IN_PROCESS:
+        raise ConfigError(
+            f"transport='in_process' joins the threads of one process, but this is rank {user.rank} of "
+            f"{user.world_size} in {user.words}. Unset MURMURA_TRANSPORT, or use 'shared_memory'."
+        )
+    name, store = user.backend_name(claim.device), user.store
+    if is_auto and (store is None or name not in ("gloo", "nccl", "murmura", "")):
+        kind: type[ForeignGroupTransport] = FakeGroupTransport if name == "fake" else ForeignGroupTransport
+        log.info("rank %d of %d runs on %s, as its backend is %r.", user.rank, user.world_size, user.words, name)
+        return kind(user, options.device_or(backend), check=options.check, timeout=timeout)
+    if store is None:
+        raise ConfigError(
+            f"{user.words} ({name}) has no store, so its ranks cannot meet for transport='{claim.transport}'. Leave "
+            "the transport out to run on the group itself."
+        )
+    return Meeting(
+        store=store,
+        scope="murmura/connect",
+        where=f"through the store of {user.words}",
+        rank=user.rank,
+        world_size=user.world_size,
+        timeout=timeout,
+        secret=setting_from_env("secret") or "",
+        check=options.check,
+        gpu=options.gpu(backend, None),
+        group=user,
+    ).choose_and_join(claim)

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from murmura.errors import ConfigError, TransportClosed, UsageError
 from murmura.observe.probe import Probe
+from murmura.transports import profiling
 from murmura.transports.checks import check_members, check_timeout
 from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.listeners import CollectiveListeners
+from murmura.transports.profiling import is_profiled
 from murmura.transports.serial_executor import SerialExecutor, Ticket
 
 
@@ -59,6 +61,11 @@ class Endpoint:
         self._listeners = CollectiveListeners()  # shared with what is split off
         self._store_served: Any = None  # that lives as long as this, if this rank serves it
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank among those of its host, from 0."""
+        return list(self.hosts[: self.rank]).count(self.hosts[self.rank])
 
     # Closing and failing
 
@@ -213,7 +220,12 @@ class Endpoint:
         probe = self._probe
         if probe is not None and not self._executor.runs_here():
             work = probe.operation(name, sent, work, in_background=async_op)
-        return self.run_in_turn(name, work, async_op)
+        if not is_profiled() or self._executor.runs_here():
+            return self.run_in_turn(name, work, async_op)
+        if async_op:
+            return self.run_in_turn(name, profiling.until_done(name, work), async_op)
+        with profiling.event(name):
+            return self.run_in_turn(name, work)
 
     def run_in_turn(self, name: str, work: Callable[[], Any], async_op: bool = False) -> Any:
         """Run `work` after all that was called before: here, or in the communication thread if `async_op`."""
@@ -232,9 +244,12 @@ class Endpoint:
 
         return self._executor.submit(f"{name} on rank {self.rank}", perform)
 
-    def submit_job(self, what: str, work: Callable[[], Any]) -> Ticket:
-        """Queue `work` for the communication thread; operations that it calls run there at once, as if called alone."""
-        return self._executor.submit(what, work)
+    def submit_job(self, what: str, work: Callable[[], Any], operation: str = "exchange") -> Ticket:
+        """Queue `work` for the communication thread; operations that it calls run there at once, as if called alone.
+
+        A profiler sees it as one event, named after `operation`.
+        """
+        return self._executor.submit(what, profiling.until_done(operation, work) if is_profiled() else work)
 
     def _perform(self, name: str, work: Callable[[], Any]) -> Any:
         outermost = not self.operation

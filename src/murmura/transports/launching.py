@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from murmura.errors import PeerLost, TransportError
+from murmura.transports import profiling
 from murmura.transports.base import Transport
 from murmura.transports.cuda_launches import LEFT_SECONDS, CudaLaunches, Launch
+from murmura.transports.profiling import is_profiled
 from murmura.transports.serial_executor import Ticket
 
 log = logging.getLogger("murmura")
@@ -68,14 +70,21 @@ class LaunchingTransport(Transport):
         probe = self._probe
         if probe is not None and not self._executor.runs_here():
             work = probe.operation(name, sent, work, in_background=True)
-        return self.launches.run_beside(f"{name} on rank {self.rank}", partial(self.run_in_turn, name, work), tensors)
+        run = partial(self.run_in_turn, name, work)
+        with profiling.event(name) if is_profiled() else contextlib.nullcontext():
+            return self.launches.run_beside(f"{name} on rank {self.rank}", run, tensors)
 
     def _run_staged(self, work: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
         with self.host_waiting(with_current=any(tensor.is_cuda for tensor in tensors)):
             return work()
 
-    def submit_job(self, what: str, work: Callable[[], Any]) -> Ticket:
-        return super().submit_job(what, work) if self.launches is None else self.launches.run(what, work)
+    def submit_job(self, what: str, work: Callable[[], Any], operation: str = "exchange") -> Ticket:
+        if self.launches is None:
+            return super().submit_job(what, work, operation)
+        if not is_profiled():
+            return self.launches.run(what, work)
+        with profiling.event(operation):
+            return self.launches.run(what, work)
 
     def host_waiting(self, *, with_current: bool = False) -> AbstractContextManager[None]:
         """Inside it the host waits for the device, because it reads what comes; see `CudaLaunches.apart`."""

@@ -108,19 +108,20 @@ class ProcessGroupTransport(LaunchingTransport):
         watch: Watch = nobody,
         notes: StallNotes | None = None,
         launches: CudaLaunches | None = None,
+        roster: Roster | None = None,
     ) -> Self:
         """Build a process group of one's own on `store`; every rank calls it with the same store.
 
         With a `SignedStore` it returns when all ranks have proved to each other that they know its secret.
         `hosts` pretends that ranks are on several hosts. `world_ranks` are the ranks in the world that this is a part
         of, if it is one, `watch` tells of those that cannot come any more, `notes` are the world's stall notes, and
-        `launches` those of the transport that this is split off.
+        `launches` those of the transport that this is split off. `roster` is given if the ranks have already signed in.
         """
         check_timeout(timeout, ConfigError)
         reporter = Reporter(rank, range(world_size) if world_ranks is None else world_ranks)
         began = Deadline(timeout)
         try:
-            roster = sign_in(store, rank, world_size, timeout, reporter, watch)
+            roster = roster or sign_in(store, rank, world_size, timeout, reporter, watch)
         except RendezvousError as error:
             if world_ranks is None or not error.missing:
                 raise
@@ -170,17 +171,18 @@ class ProcessGroupTransport(LaunchingTransport):
             )
         label = f"split/{name}/{'-'.join(map(str, members))}/{self.split_ordinal(name, members)}"
         try:
-            split = ProcessGroupTransport.join(
-                under(self._store, label),
-                members.index(self.rank),
-                len(members),
-                kind=self._kind,
-                check=self.check,
-                **self.split_options(name, members),
-                watch=lambda: failure_log.cause(f"split({name!r})", among=members),
-                notes=failure_log.notes,
-                launches=self.launches,
-            )
+            with torch.cuda.device(self.device) if self._on_cuda else contextlib.nullcontext():
+                split = ProcessGroupTransport.join(
+                    under(self._store, label),
+                    members.index(self.rank),
+                    len(members),
+                    kind=self._kind,
+                    check=self.check,
+                    **self.split_options(name, members),
+                    watch=lambda: failure_log.cause(f"split({name!r})", among=members),
+                    notes=failure_log.notes,
+                    launches=self.launches,
+                )
         except (UsageError, ConfigError):
             raise
         except BaseException as error:  # the members that wait for this rank there hear of it here
@@ -285,8 +287,8 @@ class ProcessGroupTransport(LaunchingTransport):
             self._break_off()
             raise
 
-    def submit_job(self, what: str, work: Callable[[], Any]) -> Ticket:
-        ticket = super().submit_job(what, work)
+    def submit_job(self, what: str, work: Callable[[], Any], operation: str = "exchange") -> Ticket:
+        ticket = super().submit_job(what, work, operation)
         return ticket if self._on_cuda else self._watched(what, ticket)
 
     def _watched(self, what: str, ticket: Ticket) -> Ticket:

@@ -66,10 +66,13 @@ def serve_store(host: str, port: int, world_size: int, timeout: float) -> Store 
     return make(host or "127.0.0.1", port, world_size, True, limit, wait_for_workers=False, master_listen_fd=fd)
 
 
-def reach_store(host: str, port: int, rank: int, timeout: float) -> Store:
-    """The TCP store that another process serves at host:port."""
+def reach_store(host: str, port: int, rank: int, timeout: float, watch: Watch = nobody) -> Store:
+    """The TCP store that another process serves at host:port; raises what `watch` finds while nobody does."""
     deadline = time.monotonic() + timeout
     while not answers(host, port, max(0.01, deadline - time.monotonic())):
+        error = watch()
+        if error is not None:
+            raise error
         if time.monotonic() + PAUSE_SECONDS > deadline:
             raise RendezvousError(
                 f"rank {rank} did not reach the store of rank 0 at {host}:{port} within {timeout:.1f} s. Is it "
@@ -137,6 +140,8 @@ class Roster:
     pids: dict[int, int]  # of the peers that this process can watch
     store: Store
     world_ranks: tuple[int, ...]  # what the ranks are called in the world that this is a part of
+    token: str  # of this rendezvous alone
+    cards: tuple[str, ...]  # what each rank said of itself
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,7 @@ class _Entry:
     host: str
     pid_namespace: str
     pid: int
+    card: str = ""
 
     def to_bytes(self) -> bytes:
         return json.dumps(astuple(self)).encode()
@@ -155,22 +161,28 @@ class _Entry:
     @classmethod
     def read(cls, told: Any) -> _Entry:
         """Raises ValueError for anything else."""
-        if not isinstance(told, list) or [type(each) for each in told] != [str, str, str, str, int]:
+        if not isinstance(told, list) or [type(each) for each in told] != [str, str, str, str, int, str]:
             raise ValueError("not an entry")
         return cls(*told)
 
 
 def sign_in(
-    store: Store, rank: int, world_size: int, timeout: float, reporter: Reporter | None = None, watch: Watch = nobody
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout: float,
+    reporter: Reporter | None = None,
+    watch: Watch = nobody,
+    card: str = "",
 ) -> Roster:
     """Say that this rank is here and wait for all others; `RendezvousError` names those that do not come.
 
     Rank 0 opens a rendezvous under a token that nobody has used, the others answer it, and rank 0 publishes who came.
     An answer holds a number that only its rank knows, so nothing that an earlier rendezvous left in the store is taken
-    for this one. `watch` tells of ranks that cannot come any more.
+    for this one. `watch` tells of ranks that cannot come any more. `card` is told to all ranks.
     """
     reporter = reporter or Reporter(rank, range(world_size))
-    rendezvous = _Rendezvous(store, rank, world_size, timeout, reporter, watch)
+    rendezvous = _Rendezvous(store, rank, world_size, timeout, reporter, watch, card)
     try:
         with contextlib.closing(rendezvous.liveness):
             token, entries = rendezvous.hold() if rank == 0 else rendezvous.attend()
@@ -183,16 +195,17 @@ def sign_in(
     own = entries[rank].pid_namespace
     pids = {each: entry.pid for each, entry in enumerate(entries) if entry.pid_namespace == own and each != rank}
     hosts = tuple(number_hosts([entry.host for entry in entries]))
-    return Roster(rank, hosts, pids, under(store, token), reporter.world_ranks)
+    cards = tuple(entry.card for entry in entries)
+    return Roster(rank, hosts, pids, under(store, token), reporter.world_ranks, token, cards)
 
 
 class _Rendezvous:
     def __init__(
-        self, store: Store, rank: int, world_size: int, timeout: float, reporter: Reporter, watch: Watch
+        self, store: Store, rank: int, world_size: int, timeout: float, reporter: Reporter, watch: Watch, card: str
     ) -> None:
         self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
         self._reporter, self._watch = reporter, watch
-        self._own = _Entry("", secrets.token_hex(8), host_identity(), pid_namespace(), os.getpid())
+        self._own = _Entry("", secrets.token_hex(8), host_identity(), pid_namespace(), os.getpid(), card)
         self._unreadable: dict[str, float] = {}  # since when, by key
         self._looked = 0.0
         self.liveness = Liveness({})

@@ -8,7 +8,7 @@ import typer
 
 from murmura import __version__
 from murmura.algorithms import algorithm_named, algorithm_names
-from murmura.tools.cli import bench, compare, doctor, lab, report, run, train
+from murmura.tools.cli import bench, compare, doctor, lab, migrate, report, run, train
 from murmura.tools.experiments.recipes import described
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.command("train")(train.command)
 app.command("compare")(compare.command)
 app.command("report")(report.command)
+app.command("migrate")(migrate.command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 app.command()(doctor.doctor)

@@ -13,7 +13,7 @@ from murmura.environment import seconds, setting_from_env
 from murmura.launch.launcher import launch
 from murmura.launch.plan import LaunchPlan, num_cores, parse_num_ranks, read_secret
 from murmura.tools.cli.failures import exit_on_error
-from murmura.types import TransportKind, parse
+from murmura.types import DistributedBackend, TransportKind, parse
 
 
 def run(
@@ -32,6 +32,9 @@ def run(
     ] = "",
     transport: Annotated[
         str | None, typer.Option(help=f"Transport: {', '.join(TransportKind)}.", metavar="NAME")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help=f"Where the ranks compute: {', '.join(DistributedBackend)}.", metavar="NAME")
     ] = None,
     algorithm: Annotated[
         str | None, typer.Option(help="Algorithm of DDP if the script names none.", metavar="NAME")
@@ -63,6 +66,8 @@ def run(
         variables = {}
         if transport is not None:
             variables["MURMURA_TRANSPORT"] = str(parse(TransportKind, transport, "transport"))
+        if device is not None:
+            variables["MURMURA_DEVICE"] = str(parse(DistributedBackend, device, "device"))
         if algorithm is not None:
             algorithm_named(algorithm)  # report a wrong name here, once, and not on every rank
             variables["MURMURA_ALGORITHM"] = algorithm

@@ -18,6 +18,7 @@ from murmura.transports import agreement
 from murmura.transports.base import Async, Op, Pairs, Seconds, Sync, Transport
 from murmura.transports.checks import check_timeout, describe, describe_call, flatten, store
 from murmura.transports.error_reporter import ExitNotice
+from murmura.transports.profiling import is_profiled
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.shared_memory import futex, rendezvous
 from murmura.transports.shared_memory.all_reduce import all_reduce_in_segment
@@ -208,6 +209,7 @@ class SharedMemoryTransport(Transport):
                 and not tensor.is_neg()
                 and self._executor.idle
                 and self._probe is None
+                and not is_profiled()
                 and get_ident() == self._main_thread
             ):
                 with self._executor.lock:

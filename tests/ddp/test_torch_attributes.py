@@ -1,0 +1,126 @@
+"""How the wrapper looks to code that was written for torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from ddp.models import backward, fill, number, on_ranks, weight
+from murmura import DDP, Transport, UsageError
+
+
+class Model(nn.Module):
+    """With attributes, methods and parts of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = weight()
+        self._hidden = weight()
+        self.scale = 3
+        self._private = 4
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.encoder(x) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._hidden(self.encode(x))
+
+
+def test_attributes_and_methods_of_the_module_are_reached_through_the_wrapper() -> None:
+    def run(transport: Transport) -> float:
+        ddp = DDP(Model(), transport)
+        assert ddp.scale == 3
+        assert ddp.encoder is ddp.module.encoder
+        assert ddp._hidden is ddp.module._hidden
+        for name in ("no_such_name", "_private"):
+            with pytest.raises(AttributeError, match=f"'DDP' object has no attribute '{name}'"):
+                getattr(ddp, name)
+        ddp.encode(number(transport.rank)).sum().backward()
+        return ddp.encoder.weight.grad.item()
+
+    assert on_ranks(run, 2) == [1.5, 1.5]
+
+
+def test_names_of_parameters_have_the_prefix_and_those_of_the_state_have_none() -> None:
+    ddp = DDP(Model())
+    assert [name for name, _ in ddp.named_parameters()] == ["module.encoder.weight", "module._hidden.weight"]
+    assert list(ddp.state_dict()) == ["encoder.weight", "_hidden.weight"]
+    ddp.close()
+
+
+def test_the_state_functions_of_torchs_distributed_checkpoint_give_plain_names() -> None:
+    ddp = DDP(fill(Model()))
+    state = get_model_state_dict(ddp)
+    assert state.keys() == ddp.module.state_dict().keys()
+    doubled = {name: 2 * value for name, value in state.items()}
+    set_model_state_dict(ddp, doubled)
+    assert torch.equal(ddp.module.encoder.weight, doubled["encoder.weight"])
+    ddp.close()
+
+
+def test_the_wrapper_is_neither_saved_nor_copied() -> None:
+    ddp = DDP(weight())
+    with pytest.raises(UsageError, match=r"Save ddp.state_dict\(\) instead"):
+        torch.save(ddp, io.BytesIO())
+    with pytest.raises(UsageError, match=r"copy.deepcopy\(ddp.module\)"):
+        copy.deepcopy(ddp)
+    ddp.close()
+
+
+def test_require_backward_grad_sync_is_what_no_sync_sets() -> None:
+    def run(transport: Transport) -> list[float]:
+        ddp = DDP(weight(), transport)
+        assert ddp.require_backward_grad_sync
+        with ddp.no_sync():
+            assert not ddp.require_backward_grad_sync
+        seen = []
+        ddp.require_backward_grad_sync = False
+        backward(ddp, transport.rank)
+        seen.append(ddp.module.weight.grad.item())
+        ddp.require_backward_grad_sync = True
+        backward(ddp, transport.rank)
+        seen.append(ddp.module.weight.grad.item())
+        return seen
+
+    assert on_ranks(run, 2) == [[0.0, 1.0], [1.0, 1.0]]
+
+
+def test_prepare_for_backward_makes_the_next_backward_a_round() -> None:
+    """As Accelerate's `trigger_sync_in_backward` does, for a forward that ran inside `no_sync`."""
+
+    def run(transport: Transport) -> float:
+        ddp = DDP(weight(), transport)
+        with ddp.no_sync():
+            loss = ddp(number(transport.rank)).sum()
+            before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
+            ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
+            ddp.reducer.prepare_for_backward([])
+            loss.backward()
+            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
+            assert not ddp.require_backward_grad_sync
+        return ddp.module.weight.grad.item()
+
+    assert on_ranks(run, 2) == [0.5, 0.5]
+
+
+def test_require_forward_param_sync_holds_back_the_buffers_of_one_round() -> None:
+    def run(transport: Transport) -> list[Any]:
+        model = weight()
+        model.register_buffer("seen", torch.zeros(1))
+        ddp = DDP(model, transport)
+        seen = []
+        for value in (False, True):
+            ddp.module.seen.fill_(transport.rank)
+            ddp.require_forward_param_sync = value
+            backward(ddp, 1)
+            assert ddp.require_forward_param_sync
+            seen.append(ddp.module.seen.item())
+        return seen
+
+    assert on_ranks(run, 2) == [[0.0, 0.0], [1.0, 0.0]]
