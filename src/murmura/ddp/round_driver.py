@@ -137,7 +137,7 @@ class RoundDriver:
         if self.round.phase is Phase.ACCUMULATED and not self.replica.has_gradients():
             self.round.apply(Event.DISCARD)
         self.round.apply(Event.SAVE, "saving the state (algorithm_state_dict, Checkpointer.save)")
-        self._refuse_after_failure("saving the state")
+        self.settling.refuse_after_failure("saving the state")
         self.settling.settle()
 
     def before_load(self, module: nn.Module) -> None:
@@ -152,11 +152,6 @@ class RoundDriver:
             self._loading = None
             self.algorithm.weights_replaced()
             self.round.begun = False
-
-    def _refuse_after_failure(self, what: str) -> None:
-        """Raise if an exchange has failed since its launch on a GPU: nothing of what followed has its value."""
-        if self.channel.failed:
-            self.channel.check_usable(what)
 
     def _take_in_thawed(self, *, running: bool = True) -> None:
         """Let parameters that were frozen until now take part, on every rank; the `running` algorithm goes on."""
@@ -178,7 +173,7 @@ class RoundDriver:
             return
         self.settling.seen()
         self.round.check(Event.FORWARD)
-        self._refuse_after_failure("a forward")
+        self.settling.refuse_after_failure("a forward")
         self._backward.forward()
         if self.round.is_idle:
             self._before_round()
@@ -318,7 +313,7 @@ class RoundDriver:
         """`optimizer` begins its step."""
         self._notice_exception()
         self.round.apply(Event.STEP)
-        self._refuse_after_failure("an optimizer's step")
+        self.settling.refuse_after_failure("an optimizer's step")
         self.settling.seen()
         self.remember(optimizer)
         self._prepare_step(optimizer)
