@@ -56,7 +56,7 @@ def log_of(path: str, rank: int, liveness: Liveness | None = None) -> FailureLog
 def never(monkeypatch: pytest.MonkeyPatch):
     """No group is ever built."""
     may_end = threading.Event()
-    monkeypatch.setattr(group_building, "_make_group", lambda *_: may_end.wait(30.0))
+    monkeypatch.setattr(group_building, "group_maker", lambda *_: lambda: may_end.wait(30.0))
     yield
     may_end.set()
 
