@@ -74,7 +74,7 @@ def pretend(transport: Transport) -> None:
     cuda.current_stream = lambda device=None: streams["current"]
     cuda.current_device = lambda: 0
     cuda.set_stream = lambda stream: streams.update(current=stream)
-    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.stream = cuda.device = lambda _: contextlib.nullcontext()
 
     def start(group: Any, device: Any, sends: Any, recvs: Any) -> None:
         works = [group.recv([out.view(torch.uint8)], src, 0) for out, src in recvs]
