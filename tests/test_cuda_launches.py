@@ -150,8 +150,10 @@ def test_a_fault_that_is_known_ends_an_operation_before_its_deadline(gpu: GPU) -
 def test_operations_of_all_channels_have_one_order(gpu: GPU) -> None:
     owner = Owner()
     first = CudaLaunches(owner, DEVICE)
-    second = CudaLaunches(owner, DEVICE, first)
-    alone = CudaLaunches(owner, DEVICE, first)
+    second = CudaLaunches(owner, DEVICE)
+    second.follow(first)
+    alone = CudaLaunches(owner, DEVICE)
+    alone.follow(first)
     alone.keep_own_order()
     with OnStream(first.order.stream):
         launch(first)
@@ -214,7 +216,8 @@ def test_the_host_waits_where_it_reads_and_for_no_kernel_of_training(gpu: GPU) -
 def test_threads_beside_training_have_no_common_order(gpu: GPU) -> None:
     owner = Owner()
     first = CudaLaunches(owner, DEVICE)
-    second = CudaLaunches(owner, DEVICE, first)
+    second = CudaLaunches(owner, DEVICE)
+    second.follow(first)
     launch(first)
     gpu.current = other = FakeStream()
     for act, waited_for in (

@@ -58,7 +58,7 @@ def find_faults(given: Mapping[str, Any]) -> list[str]:
     return [*_place_faults(given), *_choice_faults(given), *_connection_faults(given)]
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -67,14 +67,14 @@ def _place_faults(given: Mapping[str, Any]) -> Iterator[str]:
     if given.get("local_world_size") is not None:
         places["local_world_size"] = given["local_world_size"]
     for name, value in places.items():
-        if not _is_integer(value):
+        if not is_integer(value):
             yield f"{name}={value!r} is not an integer. Pass a whole number."
         elif name.endswith("size") and value < 1:
             yield f"{name}={value} is below 1. Count this rank in."
         elif value < 0:
             yield f"{name}={value} is negative. Count from 0."
     # A size below 1 is reported above; it counts as 1 here, so that it does not cause a second fault.
-    limits = {name: max(value, 1) for name, value in places.items() if _is_integer(value)}
+    limits = {name: max(value, 1) for name, value in places.items() if is_integer(value)}
     for name, limit in (("rank", "world_size"), ("local_rank", "local_world_size")):
         if name in limits and limit in limits and places[name] >= limits[limit]:
             yield f"{name}={places[name]} is not below {limit}={places[limit]}. Count from 0 to {limit} - 1."
@@ -93,7 +93,7 @@ def _choice_faults(given: Mapping[str, Any]) -> Iterator[str]:
             except ConfigError as unknown:
                 yield str(unknown)
     role, rank = given.get("role"), given.get("rank")
-    if role in list(DistributedRole) and _is_integer(rank) and role != role_of(given["rank"]):
+    if role in list(DistributedRole) and is_integer(rank) and role != role_of(given["rank"]):
         yield f"role={str(role)!r} contradicts rank={rank}. Rank 0 coordinates, the others work: omit role."
     if given.get("backend") == DistributedBackend.CUDA and not torch.cuda.is_available():
         yield "backend='cuda', but torch finds no CUDA device. Pass 'auto' or 'cpu', or check the driver."
@@ -113,7 +113,7 @@ def _connection_faults(given: Mapping[str, Any]) -> Iterator[str]:
             shown = name if name == "secret" else f"{name}={value!r}"
             yield f"{shown} is of type {type(value).__name__}. Pass a string or None."
     timeout = given.get("timeout", 1.0)
-    if not (_is_integer(timeout) or isinstance(timeout, float)) or not 0 < timeout <= sys.float_info.max:
+    if not (is_integer(timeout) or isinstance(timeout, float)) or not 0 < timeout <= sys.float_info.max:
         yield f"timeout={timeout!r} is not a finite number above 0. Pass seconds."
 
 

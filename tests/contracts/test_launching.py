@@ -85,10 +85,10 @@ def pretend(transport: Transport) -> None:
     group_messages.is_raw_on_cuda = lambda tensor: False  # Gloo has no all-to-all
     make = ProcessGroupTransport.__init__
 
-    def initialise(self: Any, *args: Any, launches: Any = None, **kwargs: Any) -> None:
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         self._on_cuda = True
-        self.launches = Launched(self, DEVICE, launches)
+        self.launches = Launched(self, DEVICE)
 
     ProcessGroupTransport.__init__ = initialise  # type: ignore[method-assign]
     assert isinstance(transport, ProcessGroupTransport)

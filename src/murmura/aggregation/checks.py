@@ -16,10 +16,7 @@ from murmura.types import ReduceOp
 
 def check_place(config: DistributedConfig, transport: Transport) -> None:
     """Raise `ConfigError` if config and transport differ in rank or world size; all contradictions at once."""
-    places = {
-        "world_size": (config.world_size, transport.world_size),
-        "rank": (config.rank, transport.rank),
-    }
+    places = {"world_size": (config.world_size, transport.world_size), "rank": (config.rank, transport.rank)}
     faults = [
         f"{name}={told} contradicts the transport, whose {name} is {found}. "
         "Hand over the transport that was made for this config, or a config with the transport's own numbers."

@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 
 from torch.optim import Optimizer
 
-from murmura.checkpoint.files import probe
+from murmura.checkpoint.files import make_folder
 from murmura.checkpoint.loading import Loading
 from murmura.checkpoint.lock import FolderLock
 from murmura.checkpoint.manifest import folder_name, steps_in
@@ -56,7 +56,7 @@ class Checkpointer:
             raise ConfigError(f"keep={keep!r}: give the number of checkpoints to keep, a whole one from 1 on.")
         self.folder = Path(folder).absolute()
         self.keep = operator.index(keep)
-        probe(self.folder)
+        make_folder(self.folder, "checkpoints cannot be written to")
         self._known_step: int | None = None  # the step that this run saved or loaded last
         self._channel: tuple[Transport, Transport] | None = None  # DDP's transport, and a channel of it for checkpoints
         self._has_saved = False

@@ -138,8 +138,11 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def probe(folder: Path) -> None:
-    """Make `folder` and check that files can be written and read in it; a `ConfigError` if not."""
+def make_folder(folder: Path, what: str) -> None:
+    """Make `folder` and check that files can be written and read in it.
+
+    A `ConfigError` begins with `what`, such as "checkpoints cannot be written to", and the name of the folder.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         os.listdir(folder)
@@ -150,8 +153,8 @@ def probe(folder: Path) -> None:
             file.read()
     except OSError as error:
         raise ConfigError(
-            f"checkpoints cannot be written to {folder}: {describe(error)}. Give a folder that this process may read "
-            "and write, on a disk with free space."
+            f"{what} {folder}: {describe(error)}. Give a folder that this process may read and write, on a disk with "
+            "free space, or one that does not exist yet."
         ) from error
 
 

@@ -39,7 +39,8 @@ class Loading:
         on_all_ranks(self._channel, f"loading {path}", advice, lambda: state.update(self._read(path, found, text)))
         advice = "The state of this run is undefined: start it anew."
         on_all_ranks(self._channel, f"loading {path}", advice, lambda: self._restore(state))
-        on_all_ranks(self._channel, f"loading {path}", advice, lambda: self._restore_algorithm(state))
+        load = self._ddp.load_algorithm_state_dict
+        on_all_ranks(self._channel, f"loading {path}", advice, lambda: load(state["algorithm"]))
         if state["random"] is not None:
             set_random_state(state["random"])
         return Manifest.from_json(text, path / manifests.FILE)
@@ -104,6 +105,3 @@ class Loading:
         self._ddp.load_state_dict(state["model"])
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
-
-    def _restore_algorithm(self, state: Mapping[str, Any]) -> None:
-        self._ddp.load_algorithm_state_dict(state["algorithm"])

@@ -22,11 +22,7 @@ class PointToPoint(Protocol):
     def world_size(self) -> int: ...
 
     def exchange(
-        self,
-        sends: Sequence[tuple[Tensor, int]],
-        recvs: Sequence[tuple[Tensor, int]],
-        *,
-        timeout: float | None = None,
+        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], *, timeout: float | None = None
     ) -> object: ...
 
 

@@ -86,12 +86,7 @@ class ShardedSampler(Sampler[int]):
 
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and the position, which are equal on all ranks that have consumed equally many batches."""
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "num_samples": self.num_samples,
-            "seed": self.seed,
-        }
+        return {"epoch": self.epoch, "position": self.position, "num_samples": self.num_samples, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where `state_dict` was taken, also with another number of ranks or another batch size."""

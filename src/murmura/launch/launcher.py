@@ -5,13 +5,12 @@ from __future__ import annotations
 import platform
 import signal
 import socket
-import tempfile
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from murmura.errors import ConfigError
+from murmura.checkpoint.files import make_folder
 from murmura.launch.limits import advice_for
 from murmura.launch.multi_host import LauncherGroup
 from murmura.launch.plan import Attempt, LaunchPlan
@@ -26,7 +25,8 @@ def launch(plan: LaunchPlan, say: Callable[[str], None]) -> int:
     It must be called in the main thread, for signals to this process are passed on to the ranks. On one host nothing
     listens on any port; with several, the launcher of node 0 does.
     """
-    _make_log_dir(plan)
+    if plan.log_dir is not None:  # before waiting for other hosts
+        make_folder(plan.log_dir, "the ranks' output cannot be written to --log-dir")
     try:
         group = LauncherGroup(plan) if plan.num_nodes > 1 else None
         failure = None
@@ -57,9 +57,7 @@ def _run(plan: LaunchPlan, attempt: Attempt, group: LauncherGroup | None) -> Fai
     ]
     try:
         exits = supervise(
-            commands,
-            _log_folder(plan, attempt),
-            should_stop=lambda: group is not None and group.has_failure(attempt),
+            commands, _log_folder(plan, attempt), should_stop=lambda: group is not None and group.has_failure(attempt)
         )
     except SignalException as received:
         if group is not None:
@@ -81,11 +79,7 @@ def _on_one_host(plan: LaunchPlan, number: int) -> Attempt:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     return Attempt(
-        job=uuid.uuid4().hex,
-        number=number,
-        first_rank=0,
-        world_size=plan.num_ranks,
-        master=("127.0.0.1", port),
+        job=uuid.uuid4().hex, number=number, first_rank=0, world_size=plan.num_ranks, master=("127.0.0.1", port)
     )
 
 
@@ -93,18 +87,3 @@ def _log_folder(plan: LaunchPlan, attempt: Attempt) -> Path | None:
     if plan.log_dir is None or attempt.number == 0:
         return plan.log_dir
     return plan.log_dir / f"restart{attempt.number}"
-
-
-def _make_log_dir(plan: LaunchPlan) -> None:
-    """Make the folder before waiting for other hosts; a `ConfigError` if it cannot be written."""
-    if plan.log_dir is None:
-        return
-    try:
-        plan.log_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=plan.log_dir):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"the ranks' output cannot be written to --log-dir {plan.log_dir}: {error.strerror}. Give a folder that "
-            "this process may write to, or one that is not there yet."
-        ) from error

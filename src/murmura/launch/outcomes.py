@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportError
+from murmura.errors import CollectiveMismatch, PeerLost, PeerTimeout, TransportError, name_ranks
 from murmura.launch.root_cause import CRASH_PRIORITY, exception_priority
+
+POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,27 @@ class Outcome:
 
 def failed(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [outcome for outcome in outcomes if outcome.error is not None]
+
+
+def collect(
+    receive: Callable[[float], Sequence[Outcome]],
+    outcomes: list[Outcome],
+    world_size: int,
+    timeout: float,
+    *,
+    all_of_them: bool = False,
+) -> None:
+    """Append outcomes until all ranks have ended, one has failed (unless `all_of_them`), or none ends for `timeout`.
+
+    `receive` waits for the next outcomes, at most the seconds it is given, and returns them.
+    """
+    last = time.monotonic()
+    while len(outcomes) < world_size and (all_of_them or not failed(outcomes)):
+        if received := receive(POLL_SECONDS):
+            outcomes += received
+            last = time.monotonic()
+        elif (outcomes or all_of_them) and time.monotonic() - last > timeout:
+            return
 
 
 def as_raised(outcome: Outcome, world_size: int) -> BaseException:
@@ -53,9 +77,8 @@ def as_raised(outcome: Outcome, world_size: int) -> BaseException:
 
 def unfinished(ranks: Sequence[int], timeout: float, consequence: str) -> PeerTimeout:
     """Return the error for ranks that were still running `timeout` seconds after the last of the others ended."""
-    names = ", ".join(map(str, ranks))
     return PeerTimeout(
-        f"rank{'s' if len(ranks) > 1 else ''} {names} had not ended {timeout:.1f} s after the last of the others; "
+        f"{name_ranks(ranks)} had not ended {timeout:.1f} s after the last of the others; "
         f"{consequence}. If there was still work to do there, raise the timeout of run_world.",
         peer=ranks[0],
     )

@@ -15,29 +15,18 @@ from murmura.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """One host's part of a launch.
+    """One host's part of a launch."""
 
-    Attributes:
-        command: what every rank runs.
-        num_ranks: ranks on this host.
-        num_nodes: the number of hosts; this one is `node_rank`, and node 0 listens at `coordinator`.
-        variables: set for every rank, besides those of `Attempt.variables`.
-        secret: shared by all ranks of the job; empty for none.
-        log_dir: the folder for the ranks' output; None shows it on the console.
-        max_restarts: how often all ranks are started again after a failure.
-        timeout: seconds that the launchers of several hosts wait for each other.
-    """
-
-    command: tuple[str, ...]
-    num_ranks: int
-    num_nodes: int = 1
+    command: tuple[str, ...]  # what every rank runs
+    num_ranks: int  # ranks on this host
+    num_nodes: int = 1  # the number of hosts; this one is `node_rank`, and node 0 listens at `coordinator`
     node_rank: int = 0
     coordinator: str = ""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    secret: str = field(default="", repr=False)
-    log_dir: Path | None = None
-    max_restarts: int = 0
-    timeout: float = 600.0
+    variables: Mapping[str, str] = field(default_factory=dict)  # of every rank, besides those of `Attempt`
+    secret: str = field(default="", repr=False)  # shared by all ranks of the job; empty for none
+    log_dir: Path | None = None  # the folder for the ranks' output; None shows it on the console
+    max_restarts: int = 0  # how often all ranks are started again after a failure
+    timeout: float = 600.0  # seconds that the launchers of several hosts wait for each other
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:

@@ -7,6 +7,7 @@ with this process. No rank is forked from a process that has run torch.
 from __future__ import annotations
 
 import errno
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -28,7 +29,7 @@ import torch.distributed as dist
 
 from murmura.errors import MurmuraError, PeerLost, UsageError
 from murmura.launch.limits import explain_os_errors
-from murmura.launch.outcomes import Outcome, as_raised, failed, unfinished
+from murmura.launch.outcomes import Outcome, as_raised, collect, failed, unfinished
 from murmura.launch.plan import num_cores
 from murmura.launch.root_cause import describe_status, root_cause
 from murmura.transports.base import Transport
@@ -93,10 +94,11 @@ def run_processes(
                     process = context.Process(target=rank_main, args=(spec, theirs), name=name, daemon=True)
                     _start(process)
             processes.append(process)
-        _collect(processes, pipes, outcomes, timeout)
+        receive = functools.partial(_receive_all, processes, pipes)
+        collect(receive, outcomes, world_size, timeout)
         failure = root_cause(failed(outcomes))
         if failure is not None:
-            _collect(processes, pipes, outcomes, min(timeout, GRACE_SECONDS), all_of_them=True)
+            collect(receive, outcomes, world_size, min(timeout, GRACE_SECONDS), all_of_them=True)
             failure = root_cause(failed(outcomes))
             assert failure is not None
             raise as_raised(failure, world_size)
@@ -157,25 +159,10 @@ def _start_once(process: Any) -> None:
         ) from error
 
 
-def _collect(
-    processes: Sequence[Any],
-    pipes: dict[Any, int],
-    outcomes: list[Outcome],
-    timeout: float,
-    *,
-    all_of_them: bool = False,
-) -> None:
-    """Append outcomes until all ranks have ended, one has failed (unless `all_of_them`), or none ends for `timeout`."""
-    last = time.monotonic()
-    while pipes:
-        for ready in multiprocessing.connection.wait(list(pipes), timeout=0.5):
-            rank = pipes.pop(ready)
-            outcomes.append(_receive(rank, ready, processes[rank]))
-            last = time.monotonic()
-        if (outcomes or all_of_them) and time.monotonic() - last > timeout:
-            return
-        if not all_of_them and failed(outcomes):
-            return
+def _receive_all(processes: Sequence[Any], pipes: dict[Any, int], seconds: float) -> list[Outcome]:
+    """Return the outcomes of ranks that have ended, whose pipes are removed; wait at most `seconds` for the first."""
+    ready = [(pipes.pop(pipe), pipe) for pipe in multiprocessing.connection.wait(list(pipes), timeout=seconds)]
+    return [_receive(rank, pipe, processes[rank]) for rank, pipe in ready]
 
 
 def _receive(rank: int, pipe: Any, process: Any) -> Outcome:
@@ -267,14 +254,7 @@ def _join_over(spec: RankSpec) -> Transport:
     store = file_store(spec.store_file, size)
     if spec.transport is TransportKind.HIERARCHICAL:
         return HierarchicalTransport.join(store, rank, size, hosts=spec.hosts, timeout=spec.timeout)
-    return ProcessGroupTransport.join(
-        store,
-        rank,
-        size,
-        kind=spec.transport,
-        hosts=spec.hosts,
-        timeout=spec.timeout,
-    )
+    return ProcessGroupTransport.join(store, rank, size, kind=spec.transport, hosts=spec.hosts, timeout=spec.timeout)
 
 
 def _unpickle_work(work: bytes) -> Any:

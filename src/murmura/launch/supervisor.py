@@ -16,12 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import (
-    LogsDest,
-    LogsSpecs,
-    SubprocessContext,
-    start_processes,
-)
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
 
 from murmura.launch.limits import explain_os_errors, require_descriptors
 from murmura.launch.root_cause import RankExit

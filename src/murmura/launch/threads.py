@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from murmura.errors import MurmuraError, TransportError
-from murmura.launch.outcomes import Outcome, as_raised, failed, unfinished
+from murmura.launch.outcomes import Outcome, as_raised, collect, failed, unfinished
 from murmura.launch.root_cause import root_cause
 from murmura.transports.error_reporter import ExitNotice
 from murmura.transports.in_process import InProcessTransport
@@ -28,6 +29,7 @@ def run_threads(
     """
     transports = InProcessTransport.create_group(world_size, hosts=hosts, timeout=timeout)
     ended: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    receive = functools.partial(_receive, ended)
 
     def run_rank(rank: int) -> None:
         transport = transports[rank]
@@ -49,7 +51,7 @@ def run_threads(
     try:
         for thread in threads:
             thread.start()
-        _collect(ended, outcomes, world_size, timeout)
+        collect(receive, outcomes, world_size, timeout)
     except BaseException as error:  # Ctrl-C, most likely: stop the ranks, then raise it
         reason = f"the world was ended by {type(error).__name__}."
         _cancel(transports, lambda rank: TransportError(reason, rank=rank))
@@ -63,7 +65,7 @@ def run_threads(
         assert failure.error is not None
         culprit, notice = failure.rank, ExitNotice.of(failure.error, failure.rank)
         _cancel(transports, lambda rank: None if rank == culprit else notice.as_error(rank, culprit, ""))
-        _collect(ended, outcomes, world_size, min(timeout, GRACE_SECONDS), all_of_them=True)
+        collect(receive, outcomes, world_size, min(timeout, GRACE_SECONDS), all_of_them=True)
         failure = root_cause(failed(outcomes))
         assert failure is not None
         raise as_raised(failure, world_size)
@@ -77,26 +79,11 @@ def run_threads(
     return [outcome.result for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
 
 
-def _collect(
-    ended: queue.SimpleQueue[Outcome],
-    outcomes: list[Outcome],
-    world_size: int,
-    timeout: float,
-    *,
-    all_of_them: bool = False,
-) -> None:
-    """Append outcomes until all ranks have ended, one has failed (unless `all_of_them`), or none ends for `timeout`."""
-    last = time.monotonic()
-    while len(outcomes) < world_size:
-        try:
-            outcomes.append(ended.get(timeout=0.5))
-        except queue.Empty:
-            if (outcomes or all_of_them) and time.monotonic() - last > timeout:
-                return
-            continue
-        last = time.monotonic()
-        if outcomes[-1].error is not None and not all_of_them:
-            return
+def _receive(ended: queue.SimpleQueue[Outcome], seconds: float) -> list[Outcome]:
+    try:
+        return [ended.get(timeout=seconds)]
+    except queue.Empty:
+        return []
 
 
 def _cancel(transports: Sequence[InProcessTransport], error_for: Callable[[int], MurmuraError | None]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
-from murmura.config import find_faults, raise_faults
+from murmura.config import find_faults, is_integer, raise_faults
 from murmura.errors import ConfigError
 from murmura.launch.processes import run_processes
 from murmura.launch.threads import run_threads
@@ -64,7 +64,7 @@ def run_world(
         raise ConfigError(f"transport='{chosen}' does not join {kind}. With kind='{kind}' take {choices}.")
     if not callable(fn):
         raise ConfigError(f"fn={fn!r} cannot be called: give the function that every rank runs.")
-    if not _is_integer(world_size) or world_size < 1:
+    if not is_integer(world_size) or world_size < 1:
         raise ConfigError(f"world_size={world_size!r}: a world has at least one rank. Give a whole number.")
     if hosts is not None and not _is_host_list(hosts, world_size):
         raise ConfigError(f"hosts={hosts!r}: name a host from 0 on for each of the {world_size} ranks: [0, 0, 1, 1].")
@@ -75,13 +75,9 @@ def run_world(
     return run_processes(fn, world_size, args, hosts, seconds, chosen)
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_host_list(hosts: object, world_size: int) -> bool:
     return (
         isinstance(hosts, Sequence)
         and len(hosts) == world_size
-        and all(_is_integer(host) and host >= 0 for host in hosts)
+        and all(is_integer(host) and host >= 0 for host in hosts)
     )

@@ -57,23 +57,32 @@ def teller(transport: Transport, path: Path) -> Tell:
 def watching(path: Path, on_progress: Tell) -> Iterator[None]:
     """Call `on_progress`, in a new thread, for each line that is written to `path`."""
     path.touch()
+    line = ""
+    with path.open(encoding="utf-8") as file:
+
+        def read() -> None:
+            nonlocal line
+            while part := file.readline():
+                line += part
+                if line.endswith("\n"):
+                    on_progress(Progress(*json.loads(line)))
+                    line = ""
+
+        with repeating(read, PERIOD_SECONDS):
+            yield
+
+
+@contextlib.contextmanager
+def repeating(work: Callable[[], object], seconds: float) -> Iterator[None]:
+    """Call `work` in a new thread every so many seconds while the block runs, and once more at its end."""
     ended = threading.Event()
 
-    def watch() -> None:
-        with path.open(encoding="utf-8") as file:
-            line = ""
-            while True:
-                last = ended.is_set()  # read before the file, so that the last line is not missed
-                while part := file.readline():
-                    line += part
-                    if line.endswith("\n"):
-                        on_progress(Progress(*json.loads(line)))
-                        line = ""
-                if last:
-                    return
-                ended.wait(PERIOD_SECONDS)
+    def repeat() -> None:
+        while not ended.wait(seconds):
+            work()
+        work()
 
-    thread = threading.Thread(target=watch, name="murmura-progress", daemon=True)
+    thread = threading.Thread(target=repeat, name="murmura-progress", daemon=True)
     thread.start()
     try:
         yield

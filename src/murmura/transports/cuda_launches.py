@@ -142,21 +142,24 @@ class OnStream:
 
 
 class CudaLaunches:
-    """The launches of one channel of `owner`, which is held weakly; `parent` is that of the transport it was split off.
+    """The launches of one channel of `owner`, which is held weakly. `job` says what those launched now are for."""
 
-    `job` says what the operations launched now are for.
-    """
-
-    def __init__(self, owner: Launching, device: torch.device, parent: CudaLaunches | None = None) -> None:
+    def __init__(self, owner: Launching, device: torch.device) -> None:
         self.device = device
-        self.order: LaunchOrder = LaunchOrder(device) if parent is None else parent.order
+        self.order = LaunchOrder(device)
         self.job = ""
         self._apart: torch.cuda.Stream | None = None  # made when it is first needed
         self._is_apart = False  # whether the operation under way runs there, and the host waits for it
         self._owner = weakref.ref(owner)
         self._pending: deque[Launch] = deque()
         self._events: list[torch.cuda.Event] = []  # of launches that are done: to make one takes longer than to use it
-        self._watchdog: Watchdog = Watchdog() if parent is None else parent._watchdog
+        self._watchdog = Watchdog()
+        self._watchdog.watch(self)
+
+    def follow(self, parent: CudaLaunches) -> None:
+        """Share the order and the watchdog of `parent`, those of the transport that this channel was split off."""
+        self._watchdog.forget(self)
+        self.order, self._watchdog = parent.order, parent._watchdog
         self._watchdog.watch(self)
 
     def launch(

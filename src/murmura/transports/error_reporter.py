@@ -147,7 +147,7 @@ class Reporter:
     ) -> PeerTimeout:
         """`awaited` live but did not come; `state` says what is known of them, `notes` whom they wait for."""
         names = self.names(awaited)
-        guilty = names if notes is None else at_fault(names, notes, self.own)
+        guilty = names if notes is None else at_fault(names, notes.awaited_by, self.own)
         if guilty != names:
             state = f"This rank needs {name_ranks(names)} in it, and those wait themselves."
         error = peer_timeout(self.own, guilty, operation, waited, state)

@@ -24,7 +24,7 @@ from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import describe
 from murmura.transports.error_reporter import ExitNotice
-from murmura.transports.stalls import WaitDeadline, follow, is_recent
+from murmura.transports.stalls import WaitDeadline, at_fault, is_recent
 from murmura.types import ReduceOp
 
 __all__ = ["InProcessTransport"]
@@ -68,9 +68,10 @@ class _SharedState:
             return self._parent.exit_notice(self._members[rank])
         return notice
 
-    def at_fault(self, awaited: Sequence[int]) -> list[int]:
-        """The ranks at fault for `awaited`: not a rank that itself waits in an exchange, but the one it waits for."""
-        return [follow(peer, self.awaits.__getitem__) for peer in awaited]
+    def awaited_by(self, rank: int) -> list[int]:
+        """Return whom `rank` waits for in an exchange."""
+        peer = self.awaits[rank]
+        return [] if peer is None else [peer]
 
     def last_call(self, rank: int) -> str:
         return self.calls[self.arrived[rank] & 1][rank]
@@ -305,6 +306,6 @@ class InProcessTransport(Transport):
                     called = "an exchange" if state.awaits[peer] == self.rank else state.last_call(peer)
                     calls[peer] = f"{called}, waiting for rank {reporter.own}"
                     raise reporter.mismatch(operation, calls)
-            deadline.check(state.at_fault(awaited) if deadline.remaining <= 0 else awaited)
+            deadline.check(at_fault(awaited, state.awaited_by, self.rank) if deadline.remaining <= 0 else awaited)
             state.changed.wait(max(0.001, min(deadline.remaining, 1.0)))
         deadline.end()

@@ -56,7 +56,6 @@ class ProcessGroupTransport(LaunchingTransport):
         timeout: float = 600.0,
         roster: Roster | None = None,
         name: str = "",
-        launches: CudaLaunches | None = None,
     ) -> None:
         rank, world_size = process_group.rank(), process_group.size()
         super().__init__(
@@ -75,7 +74,7 @@ class ProcessGroupTransport(LaunchingTransport):
         self.device: torch.device = torch.device("cpu")
         if self._on_cuda:
             self.device = torch.device("cuda", torch.cuda.current_device())
-            self.launches = CudaLaunches(self, self.device, launches)
+            self.launches = CudaLaunches(self, self.device)
         if store is None and hasattr(process_group, "get_group_store"):
             store = under(process_group.get_group_store(), "murmura")
         if roster is None and store is not None:
@@ -128,7 +127,9 @@ class ProcessGroupTransport(LaunchingTransport):
             missing = [world_ranks.index(each) for each in error.missing]  # they had come to the world: late
             raise reporter.timed_out(missing, "the rendezvous", began.waited) from error
         group, group_store = build_group(roster, world_size, kind, timeout, reporter, watch)
-        transport = cls(group, check=check, timeout=timeout, roster=roster, name=name, launches=launches)
+        transport = cls(group, check=check, timeout=timeout, roster=roster, name=name)
+        if transport.launches is not None and launches is not None:
+            transport.launches.follow(launches)
         if notes is not None and transport._failure_log is not None:
             transport._failure_log.notes = notes
         transport._owns_group = True

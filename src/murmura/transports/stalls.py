@@ -19,7 +19,7 @@ from murmura.errors import name_ranks
 if TYPE_CHECKING:
     from murmura.transports.error_reporter import Reporter
 
-__all__ = ["StallNotes", "WaitDeadline", "at_fault", "follow", "grace_seconds", "is_recent"]
+__all__ = ["StallNotes", "WaitDeadline", "at_fault", "grace_seconds", "is_recent"]
 
 log = logging.getLogger("murmura")
 
@@ -48,8 +48,11 @@ def is_recent(told: float, now: float) -> bool:
     return abs(now - told) < NOTE_SECONDS
 
 
-def at_fault(awaited: Sequence[int], notes: StallNotes, own: int) -> list[int]:
-    """The ranks on which `awaited` hang at last; `awaited` themselves if they wait for each other, or for `own`."""
+def at_fault(awaited: Sequence[int], awaited_by: Callable[[int], Sequence[int]], own: int) -> list[int]:
+    """Return the ranks at the end of the chains of waits that begin at `awaited`.
+
+    `awaited_by(r)` is whom rank r waits for. If all chains lead back to `own` or run in a circle, return `awaited`.
+    """
     seen, last = {own}, []
     ahead = list(awaited)
     while ahead:
@@ -57,21 +60,11 @@ def at_fault(awaited: Sequence[int], notes: StallNotes, own: int) -> list[int]:
         if rank in seen:
             continue
         seen.add(rank)
-        further = notes.awaited_by(rank)
+        further = awaited_by(rank)
         ahead += further
         if not further:
             last.append(rank)
-    return last or list(awaited)
-
-
-def follow(peer: int, awaits: Callable[[int], int | None]) -> int:
-    """The rank at the end of the chain of waits from `peer`: `awaits(r)` is whom r waits for. In a circle, `peer`."""
-    seen = [peer]
-    while (awaited := awaits(seen[-1])) is not None:
-        if awaited in seen:
-            return peer
-        seen.append(awaited)
-    return seen[-1]
+    return last or list(dict.fromkeys(awaited))
 
 
 class WaitDeadline(Deadline):

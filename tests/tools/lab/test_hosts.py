@@ -136,7 +136,7 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(monkeypatch: pytest.Monk
 @needs_namespaces
 def test_ranks_that_do_not_end_are_ended_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("murmura.launch.supervisor.GRACE_SECONDS", 0.2)
-    with Hosts(2) as hosts, pytest.raises(PeerTimeout, match="ranks 0, 1 of the lab had not ended"):
+    with Hosts(2) as hosts, pytest.raises(PeerTimeout, match="ranks 0 and 1 of the lab had not ended"):
         hosts.run(python("import signal; signal.pause()"), timeout=0.5)
 
 

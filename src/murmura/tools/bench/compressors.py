@@ -1,4 +1,4 @@
-"""What compressing costs, beside a copy of the same tensor."""
+"""The benchmark of compressors: the time of each operation, compared with a copy of the same tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CUDA_BATCH = 10
 
 @dataclass(frozen=True, kw_only=True)
 class CompressorsSpec:
-    """An order for the benchmark: lengths of the tensors, and seconds for each device."""
+    """The specification of the benchmark: lengths of the tensors, and seconds for each device."""
 
     size_bytes: int = 25 * 2**20
     cuda_size_bytes: int = 400 * 2**20
@@ -168,7 +168,7 @@ def _operations(
 
 
 def check(compressor: Compressor, sources: list[Tensor], payloads: list[Tensor], targets: list[Tensor]) -> None:
-    """Encode everything; a MurmuraError if something does not come back near enough."""
+    """Encode everything; a `MurmuraError` if a decoded tensor differs too much from its source."""
     for source, payload, target in zip(sources, payloads, targets, strict=True):
         compressor.compress(source, payload)
         compressor.decompress(payload, target)
@@ -198,7 +198,7 @@ def time_on_cuda(run: Callable[[int], None], turns: Sequence[int]) -> float:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch computes on one core meanwhile."""
+    """Limit torch to one thread while the block runs."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

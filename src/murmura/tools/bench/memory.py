@@ -1,7 +1,7 @@
 """What a wrapped module holds beyond the bare one: memory of rank processes that do nothing else.
 
 The measure is the proportional set size, in which a page shared by n processes counts as 1/n in each: what all ranks
-hold together, divided by their number, whoever the memory is shared with.
+hold together, divided by their number, also if a process outside the world shares the memory.
 """
 
 from __future__ import annotations

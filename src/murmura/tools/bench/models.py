@@ -46,7 +46,7 @@ class Model(ABC):
     def loss(self, output: Tensor, target: Tensor) -> Tensor: ...
 
     def build(self) -> nn.Module:
-        """The module, with the same parameters whoever builds it: torch's random state is not asked."""
+        """Return the module, with the same parameters on every rank; torch's global random state is not used."""
         module = self._module()
         generator = torch.Generator().manual_seed(SEED)
         for part in module.modules():

@@ -59,23 +59,14 @@ MODEL = MLP(batch=4, layers=10, width=1000, momentum=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkSpec:
-    """The specification of the benchmark on slow links.
+    """The specification of the benchmark on slow links."""
 
-    Attributes:
-        hosts: how many are simulated; each holds one rank.
-        rates: of every host's link, in both directions, one measurement each.
-        algorithms: by name, who is measured.
-        with_torch: whether torch's DDP is measured beside them.
-        seconds: how long to measure each rate, all contestants together; a few rounds are measured in any case.
-        model: what they train.
-    """
-
-    hosts: int = 4
-    rates: tuple[str, ...] = ("100mbit", "1gbit")
-    algorithms: tuple[str, ...] = tuple(algorithm_names())
-    with_torch: bool = True
-    seconds: float = 120.0
-    model: MLP = MODEL
+    hosts: int = 4  # how many are simulated; each holds one rank
+    rates: tuple[str, ...] = ("100mbit", "1gbit")  # of every host's link, in both directions, one measurement each
+    algorithms: tuple[str, ...] = tuple(algorithm_names())  # by name, who is measured
+    with_torch: bool = True  # whether torch's DDP is measured beside them
+    seconds: float = 120.0  # for each rate, all contestants together; `MIN_ROUNDS` are measured in any case
+    model: MLP = MODEL  # what they train
 
     def __post_init__(self) -> None:
         faults = []
@@ -198,17 +189,11 @@ def rows_at(rate: str, samples: Sequence[Sample], shapes: Sequence[Sequence[int]
 
 @dataclass(frozen=True)
 class Link:
-    """What the ranks know of the links of their hosts.
+    """What the ranks know of the links of their hosts."""
 
-    Attributes:
-        rates_bytes: per second, one measurement each.
-        take: called on rank 0, returns when all links have the rate of that index.
-        traffic: what this host's interface has carried so far.
-    """
-
-    rates_bytes: Sequence[float]
-    take: Callable[[int], None]
-    traffic: Callable[[], Counters]
+    rates_bytes: Sequence[float]  # per second, one measurement each
+    take: Callable[[int], None]  # called on rank 0, returns when all links have the rate of that index
+    traffic: Callable[[], Counters]  # what this host's interface has carried so far
 
 
 def measure_as_rank(transport: Transport, spec: NetworkSpec, folder: Path) -> list[list[Sample]]:

@@ -27,7 +27,7 @@ SENT_BYTES, SENT_PACKETS = CPU + 1, CPU + 2
 
 
 def nothing() -> None:
-    """What closing a contestant that holds nothing takes."""
+    """Close a contestant that holds no resources."""
 
 
 def plain_backward(loss: Tensor) -> None:
@@ -36,34 +36,22 @@ def plain_backward(loss: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """A module under one contestant.
+    """A module under one contestant."""
 
-    Attributes:
-        forward: what to call for the forward pass.
-        backward: runs the backward pass on a loss.
-        close: lets go of what it holds.
-    """
-
-    forward: nn.Module
-    backward: Callable[[Tensor], None] = plain_backward
-    close: Callable[[], None] = nothing
+    forward: nn.Module  # what to call for the forward pass
+    backward: Callable[[Tensor], None] = plain_backward  # runs the backward pass on a loss
+    close: Callable[[], None] = nothing  # releases its resources
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to take a training step; see `Contestant` for `name` and `about`.
-
-    Attributes:
-        wrap: takes a module, on every rank; it trains that very module.
-        averages: whether the ranks end a step with the mean of their gradients.
-        optimizer: makes the optimizer; None is the model's own.
-    """
+    """One way to take a training step; see `Contestant` for `name` and `about`."""
 
     name: str
     about: str
-    wrap: Callable[[nn.Module], Wrapped]
-    averages: bool = True
-    optimizer: Callable[[nn.Module], Optimizer] | None = None
+    wrap: Callable[[nn.Module], Wrapped]  # takes a module, on every rank; it trains that very module
+    averages: bool = True  # whether the ranks end a step with the mean of their gradients
+    optimizer: Callable[[nn.Module], Optimizer] | None = None  # makes the optimizer; None is the model's own
 
 
 class TrainingStep(Contestant):
@@ -130,10 +118,7 @@ class TrainingStep(Contestant):
 
 
 def prepare(
-    transport: Transport,
-    methods: Sequence[Method],
-    recipe: Model,
-    traffic: Callable[[], Counters] | None = None,
+    transport: Transport, methods: Sequence[Method], recipe: Model, traffic: Callable[[], Counters] | None = None
 ) -> list[TrainingStep]:
     """A contestant for each method; all start from the same parameters."""
     module, data = recipe.build(), recipe.batches(transport.rank, NUM_BATCHES)

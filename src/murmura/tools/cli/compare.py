@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from murmura import ConfigError
+from murmura.checkpoint.files import make_folder
 from murmura.tools.cli.completion import Algorithms, among
 from murmura.tools.cli.failures import exit_on_error
 from murmura.tools.cli.output import (
@@ -29,7 +30,6 @@ from murmura.tools.experiments import report as reports
 from murmura.tools.experiments.breakdown import readable_bytes
 from murmura.tools.experiments.compare_spec import BLOCK_STEPS, ComparisonSpec, parse_link
 from murmura.tools.experiments.comparison import Comparison, Row, contradictions, run_comparison
-from murmura.tools.experiments.runs import make_folder
 from murmura.tools.options import parse_list
 
 COLUMNS = ("contestant", "steps to\ntarget", "seconds to\ntarget", "step\nms", "sent\na step", "final\nloss", "apart")
@@ -37,8 +37,7 @@ COLUMNS = ("contestant", "steps to\ntarget", "seconds to\ntarget", "step\nms", "
 
 def command(
     task: Annotated[
-        str,
-        typer.Option(help=f"Task to train: {', '.join(TASKS)}.", metavar="TASK", autocompletion=among(TASKS)),
+        str, typer.Option(help=f"Task to train: {', '.join(TASKS)}.", metavar="TASK", autocompletion=among(TASKS))
     ] = "charlm",
     algorithms: Algorithms = "all",
     ranks: Annotated[int, typer.Option("-n", "--ranks", help="Number of ranks.", metavar="N")] = 4,
@@ -86,7 +85,7 @@ def command(
         )
         check_writable(json)
         folder = out if out is not None else Path("runs") / f"compare-{task}-{datetime.now():%Y%m%d-%H%M%S}"
-        make_folder(folder)
+        make_folder(folder, "runs cannot be written to --out")
         if any(folder.iterdir()):
             raise ConfigError(f"--out {folder} is not empty. Name a new folder.")
         try:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from murmura.tools.cli.failures import FAILED, exit_on_error
 from murmura.tools.cli.output import JSON_HELP, STANDARD_OUTPUT, check_writable, write
-from murmura.tools.doctor import Diagnosis, Finding, Hints, Section, Status, run_checks
+from murmura.tools.doctor import Diagnosis, Finding, Section, Status, run_checks
 
 LOOKS = {
     Status.OK: ("✓", "green"),
@@ -33,11 +33,7 @@ def doctor(
     no_live: Annotated[bool, typer.Option("--no-live", help="Do not run any all-reduce.")] = False,
     interface: Annotated[
         str | None,
-        typer.Option(
-            help="Interface that Gloo uses between hosts.",
-            metavar="NAME",
-            envvar="GLOO_SOCKET_IFNAME",
-        ),
+        typer.Option(help="Interface that Gloo uses between hosts.", metavar="NAME", envvar="GLOO_SOCKET_IFNAME"),
     ] = None,
     omp_num_threads: Annotated[str | None, typer.Option(envvar="OMP_NUM_THREADS", hidden=True)] = None,
 ) -> None:
@@ -51,9 +47,8 @@ def doctor(
     """
     with exit_on_error():
         check_writable(json)
-    hints = Hints(omp_num_threads=omp_num_threads, gloo_socket_ifname=interface)
     with showing_steps() as on_step:
-        diagnosis = run_checks(hints, with_live=not no_live, on_step=on_step)
+        diagnosis = run_checks(omp_num_threads, interface, with_live=not no_live, on_step=on_step)
     if json == STANDARD_OUTPUT:
         typer.echo(diagnosis.to_json(), nl=False)
     else:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from murmura.observe import Record
 from murmura.tools.cli.output import digits
 from murmura.tools.experiments.breakdown import Breakdown, readable_bytes, straggler
 from murmura.tools.experiments.settings import TrainSettings
+from murmura.tools.progress import repeating
 
 PER_SECOND = 4
 WINDOW = 20  # steps over which a rank's times are averaged
@@ -237,27 +237,15 @@ def showing(settings: TrainSettings, folder: Path, start: int) -> Iterator[Watch
         if console.is_interactive:  # a terminal that can be redrawn
             with Live(get_renderable=current, console=console, refresh_per_second=PER_SECOND):
                 yield watch
-        else:
-            with _telling(watch, console):
-                yield watch
+            return
+        lines = Lines(watch, lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True))
 
-
-@contextlib.contextmanager
-def _telling(watch: Watch, console: Console) -> Iterator[None]:
-    lines = Lines(watch, lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True))
-    ended = threading.Event()
-
-    def tell() -> None:
-        while not ended.wait(2 / PER_SECOND):
+        def tell() -> None:
             watch.poll()
             lines.tell()
-        watch.poll()
-        lines.tell(at_once=True)
 
-    thread = threading.Thread(target=tell, name="murmura-train-lines", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+        try:
+            with repeating(tell, 2 / PER_SECOND):
+                yield watch
+        finally:
+            lines.tell(at_once=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,40 +26,24 @@ from murmura.tools.experiments.settings import TRANSPORTS, TrainSettings, merged
 DEFAULTS = TrainSettings()
 
 
+def _setting(name: str, help: str, *flags: str, metavar: str = "N", choices: Iterable[str] | None = None) -> Any:
+    """Return the option of a setting; its default is that of `TrainSettings`, unless a TOML file gives another."""
+    shown, complete = str(getattr(DEFAULTS, name)), None if choices is None else among(choices)
+    return typer.Option(*flags, help=help, metavar=metavar, show_default=shown, autocompletion=complete)
+
+
+def _one_of(name: str, choices: Iterable[str], metavar: str = "NAME", more: str = "") -> Any:
+    return _setting(name, f"{name.capitalize()}: {', '.join(choices)}.{more}", metavar=metavar, choices=choices)
+
+
 def command(
-    task: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Task to train: {', '.join(TASKS)}.",
-            metavar="TASK",
-            show_default=DEFAULTS.task,
-            autocompletion=among(TASKS),
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option("-n", "--ranks", help="Number of ranks.", metavar="N", show_default=str(DEFAULTS.ranks)),
-    ] = None,
-    algorithm: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Algorithm: {', '.join(algorithm_names())}.",
-            metavar="NAME",
-            show_default=DEFAULTS.algorithm,
-            autocompletion=among(algorithm_names()),
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Number of steps.", metavar="N", show_default=str(DEFAULTS.steps))
-    ] = None,
+    task: Annotated[str | None, _one_of("task", TASKS, "TASK")] = None,
+    ranks: Annotated[int | None, _setting("ranks", "Number of ranks.", "-n", "--ranks")] = None,
+    algorithm: Annotated[str | None, _one_of("algorithm", algorithm_names())] = None,
+    steps: Annotated[int | None, _setting("steps", "Number of steps.")] = None,
     transport: Annotated[
         str | None,
-        typer.Option(
-            help=f"Transport: {', '.join(TRANSPORTS)}. Ranks are threads with in_process, otherwise processes.",
-            metavar="NAME",
-            show_default=DEFAULTS.transport,
-            autocompletion=among(TRANSPORTS),
-        ),
+        _one_of("transport", TRANSPORTS, more=" Ranks are threads with in_process, otherwise processes."),
     ] = None,
     bandwidth: Annotated[
         str | None,
@@ -66,15 +51,9 @@ def command(
             help="Simulated bandwidth of each rank's link: 100mbit, 1gbit.", metavar="RATE", show_default="no limit"
         ),
     ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Random seed of data and initial weights.", metavar="N", show_default=str(DEFAULTS.seed)),
-    ] = None,
+    seed: Annotated[int | None, _setting("seed", "Random seed of data and initial weights.")] = None,
     checkpoint_every: Annotated[
-        int | None,
-        typer.Option(
-            help="Steps between checkpoints; 0 for none.", metavar="N", show_default=str(DEFAULTS.checkpoint_every)
-        ),
+        int | None, _setting("checkpoint_every", "Steps between checkpoints; 0 for none.")
     ] = None,
     config: Annotated[
         Path | None,

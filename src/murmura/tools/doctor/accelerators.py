@@ -16,21 +16,13 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, kw_only=True)
 class AcceleratorFacts:
-    """GPUs as torch sees them.
+    """GPUs as torch sees them."""
 
-    Attributes:
-        torch_build: what torch was built for: "CPU", "CUDA 12.8", "ROCm 6.4".
-        gpus: a line for each GPU.
-        nccl: NCCL's version; empty if torch has none.
-        has_driver: whether NVIDIA's driver is loaded.
-        fault: what torch says about GPUs it cannot use.
-    """
-
-    torch_build: str
-    gpus: tuple[str, ...] = ()
-    nccl: str = ""
-    has_driver: bool = False
-    fault: str = ""
+    torch_build: str  # what torch was built for: "CPU", "CUDA 12.8", "ROCm 6.4"
+    gpus: tuple[str, ...] = ()  # a line for each GPU
+    nccl: str = ""  # NCCL's version; empty if torch has none
+    has_driver: bool = False  # whether NVIDIA's driver is loaded
+    fault: str = ""  # what torch says about GPUs it cannot use
 
 
 def gather(driver: Path = DRIVER) -> AcceleratorFacts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from murmura.tools.doctor import (
     accelerators,
@@ -15,25 +14,20 @@ from murmura.tools.doctor import (
     shared_memory,
     software,
 )
-from murmura.tools.doctor.findings import Diagnosis, Finding, Section, Status
+from murmura.tools.doctor.findings import Diagnosis, Finding, Section
 from murmura.tools.doctor.with_timeout import call_with_timeout, one_line
 
 SECTION_SECONDS = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hints:
-    """Settings of other libraries that change what is found."""
-
-    omp_num_threads: str | None = None
-    gloo_socket_ifname: str | None = None
-
-
 def run_checks(
-    hints: Hints | None = None, *, with_live: bool = True, on_step: Callable[[str], None] = lambda step: None
+    omp_num_threads: str | None,
+    gloo_socket_ifname: str | None,
+    *,
+    with_live: bool = True,
+    on_step: Callable[[str], None] = lambda step: None,
 ) -> Diagnosis:
     """Check this machine; `on_step` gets the name of each section. `with_live` also runs worlds of a few ranks."""
-    hints = hints or Hints()
     gpus = accelerators.AcceleratorFacts(torch_build="CPU")
 
     def check_accelerators() -> list[Finding]:
@@ -43,10 +37,10 @@ def run_checks(
 
     sections: dict[Section, Callable[[], list[Finding]]] = {
         Section.SOFTWARE: lambda: software.check(software.gather()),
-        Section.PROCESSOR: lambda: processor.check(processor.gather(hints.omp_num_threads)),
+        Section.PROCESSOR: lambda: processor.check(processor.gather(omp_num_threads)),
         Section.MEMORY: lambda: memory.check(memory.gather()),
         Section.SHARED_MEMORY: lambda: shared_memory.check(shared_memory.gather()),
-        Section.NETWORK: lambda: network.check(network.gather(hints.gloo_socket_ifname)),
+        Section.NETWORK: lambda: network.check(network.gather(gloo_socket_ifname)),
         Section.ACCELERATORS: check_accelerators,
         Section.LEFTOVERS: lambda: leftovers.check(leftovers.gather()),
     }
@@ -69,9 +63,7 @@ def check_section(section: Section, work: Callable[[], list[Finding]]) -> list[F
         return tried.value
     fault = one_line(tried.fault or RuntimeError("it returned nothing"))
     return [
-        Finding(
-            section,
-            Status.WARNING,
+        section.warning(
             "could not be examined",
             fault,
             "The other sections are not affected. Report it with the output of murmura doctor --json -",

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
+
 from murmura.tools.doctor.findings import Finding, Section
 
 SETTLE_SECONDS = 3.0  # for a starting world to connect, and for the server of an ended one to exit
@@ -66,7 +68,7 @@ class LeftoverFacts:
 def gather(proc: Path = Path("/proc"), temp: Path | None = None, now: float | None = None) -> LeftoverFacts:
     return LeftoverFacts(
         processes=_lasting(lambda: list(_find_processes(proc)), lambda process: process.is_orphan),
-        rendezvous_sockets=_lasting(lambda: list(_find_rendezvous_sockets(proc)), lambda point: True),
+        rendezvous_sockets=_lasting(_find_rendezvous_sockets, lambda point: True),
         folders=tuple(_find_folders(temp or Path(tempfile.gettempdir()), time.time() if now is None else now)),
     )
 
@@ -82,18 +84,14 @@ def _lasting(look: Callable[[], list[T]], is_suspect: Callable[[T], bool]) -> tu
     return tuple(found)
 
 
-def _pids(proc: Path) -> list[int]:
-    return sorted(int(folder.name) for folder in proc.glob("[0-9]*")) if proc.is_dir() else []
-
-
 def _find_processes(proc: Path) -> Iterator[Process]:
-    own = os.getpid()
-    for pid in _pids(proc):
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or is another user's
-            command = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if pid != own and command != [""] and _belongs(command, proc / str(pid) / "maps"):
-                parent = _parent_pid(proc, pid)
-                yield Process(pid, " ".join(command).strip()[:80], parent, _name(proc, parent))
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error, OSError):  # it has ended, or is another user's
+            process = psutil.Process(pid)
+            command = process.cmdline()
+            if pid != os.getpid() and command and _belongs(command, proc / str(pid) / "maps"):
+                parent = process.parent()
+                yield Process(pid, " ".join(command)[:80], parent.pid if parent else 0, parent.name() if parent else "")
 
 
 def _belongs(command: list[str], maps: Path) -> bool:
@@ -104,45 +102,13 @@ def _belongs(command: list[str], maps: Path) -> bool:
     return "/memfd:murmura" in maps.read_text(errors="replace")
 
 
-def _parent_pid(proc: Path, pid: int) -> int:
-    """From "42 (name of any kind) S 1 ..."."""
-    return int((proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-
-
-def _name(proc: Path, pid: int) -> str:
-    try:
-        return (proc / str(pid) / "comm").read_text(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _find_rendezvous_sockets(proc: Path) -> Iterator[RendezvousSocket]:
-    try:
-        lines = (proc / "net" / "unix").read_text(errors="replace").splitlines()[1:]
-    except OSError:
-        return
-    inodes: dict[str, str] = {}
-    for line in lines:
-        fields = line.split()
-        if fields[-1].startswith("@murmura-"):
-            inodes.setdefault(fields[-1], fields[6])  # the listening socket comes before its connections
-    for name, inode in inodes.items():
-        yield RendezvousSocket(name, _owner(proc, f"socket:[{inode}]"))
-
-
-def _owner(proc: Path, target: str) -> int | None:
-    for pid in _pids(proc):
-        with contextlib.suppress(OSError):
-            if any(_points_at(fd, target) for fd in (proc / str(pid) / "fd").iterdir()):
-                return pid
-    return None
-
-
-def _points_at(fd: Path, target: str) -> bool:
-    try:
-        return os.readlink(fd) == target
-    except OSError:
-        return False
+def _find_rendezvous_sockets() -> list[RendezvousSocket]:
+    pids: dict[str, int | None] = {}  # by name: the listening socket and its connections have the same
+    with contextlib.suppress(psutil.Error, OSError):
+        for each in psutil.net_connections("unix"):
+            if (name := str(each.laddr)).startswith("@murmura-"):
+                pids[name] = each.pid or pids.get(name)
+    return [RendezvousSocket(name, pid) for name, pid in sorted(pids.items())]
 
 
 def _find_folders(temp: Path, now: float) -> Iterator[Folder]:

@@ -118,12 +118,7 @@ def try_out(probe: Probe, start_seconds: float, said: Callable[[], str]) -> Find
 
     def work() -> list[Trial]:
         return run_world(
-            exercise,
-            probe.num_ranks,
-            probe.on_cuda,
-            kind=probe.kind,
-            transport=probe.transport,
-            timeout=probe.timeout,
+            exercise, probe.num_ranks, probe.on_cuda, kind=probe.kind, transport=probe.transport, timeout=probe.timeout
         )
 
     tried = call_with_timeout(work, start_seconds + probe.timeout + GRACE_SECONDS)
@@ -202,7 +197,7 @@ def _milliseconds(seconds: float) -> str:
 def output_kept() -> Iterator[Callable[[], str]]:
     """Capture what is written to descriptors 1 and 2; the yielded function returns what is new since its last call.
 
-    Processes started meanwhile inherit that: ranks have nothing to say to a reader of JSON.
+    Processes started meanwhile inherit the descriptors, so that ranks print nothing into the JSON output.
     """
     with tempfile.TemporaryFile() as file, contextlib.ExitStack() as stack:
         for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):

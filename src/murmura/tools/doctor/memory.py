@@ -14,17 +14,11 @@ LITTLE_BYTES = 2**30  # a rank with torch and a small model
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFacts:
-    """How much memory there is for ranks.
+    """How much memory there is for ranks."""
 
-    Attributes:
-        total_bytes: of the machine.
-        available_bytes: what a new program can have without swapping.
-        limit_bytes: what the control group allows; None is no limit.
-    """
-
-    total_bytes: int
-    available_bytes: int
-    limit_bytes: int | None = None
+    total_bytes: int  # of the machine
+    available_bytes: int  # what a new program can have without swapping
+    limit_bytes: int | None = None  # what the control group allows; None is no limit
 
 
 def gather() -> MemoryFacts:

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from murmura.tools.doctor.findings import Finding, Section, Status
+from murmura.tools.doctor.findings import Finding, Section
 from murmura.tools.doctor.interfaces import Interface, Scope, read_interfaces, scope_of
 from murmura.tools.doctor.with_timeout import call_with_timeout, one_line
 
@@ -28,21 +28,13 @@ class Resolved:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkFacts:
-    """How other hosts see this one.
+    """How other hosts see this one."""
 
-    Attributes:
-        interfaces: all there are.
-        host_name: what this host calls itself.
-        resolved: the addresses of that name, in the resolver's order.
-        resolve_fault: why there is none.
-        gloo_interfaces: those named by GLOO_SOCKET_IFNAME.
-    """
-
-    interfaces: tuple[Interface, ...]
-    host_name: str
-    resolved: tuple[Resolved, ...] = ()
-    resolve_fault: str = ""
-    gloo_interfaces: tuple[str, ...] = ()
+    interfaces: tuple[Interface, ...]  # all there are
+    host_name: str  # what this host calls itself
+    resolved: tuple[Resolved, ...] = ()  # the addresses of that name, in the resolver's order
+    resolve_fault: str = ""  # why there is none
+    gloo_interfaces: tuple[str, ...] = ()  # those named by GLOO_SOCKET_IFNAME
 
 
 def gather(gloo_socket_ifname: str | None = None, resolve: Callable[[str], list[str]] | None = None) -> NetworkFacts:
@@ -102,9 +94,7 @@ def _judge_interfaces(facts: NetworkFacts) -> Finding:
     detail = "; ".join(map(str, facts.interfaces)) or "none"
     outer = reachable(facts.interfaces)
     if outer:
-        return Finding(
-            Section.NETWORK, Status.OK, f"a network, through {', '.join(each.name for each in outer)}", detail
-        )
+        return Section.NETWORK.ok(f"a network, through {', '.join(each.name for each in outer)}", detail)
     return Section.NETWORK.note(
         "no interface to other hosts is known",
         detail,
@@ -148,9 +138,7 @@ def _judge_host_name(facts: NetworkFacts) -> Finding:
     """Find the common fault of a host name that resolves to loopback, so that every host connects to itself."""
     name, address = facts.host_name, gloo_address(facts)
     if address and scope_of(address) is not Scope.LOOPBACK:
-        return Finding(
-            Section.NETWORK, Status.OK, f"host name {name}", f"resolves to {address}, as other hosts need it"
-        )
+        return Section.NETWORK.ok(f"host name {name}", f"resolves to {address}, as other hosts need it")
     if address:
         title = f"host name {name} resolves to loopback"
         detail = (

@@ -15,21 +15,13 @@ from murmura.tools.doctor.findings import Finding, Section
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorFacts:
-    """Cores and threads, as this process has them.
+    """Cores and threads, as this process has them."""
 
-    Attributes:
-        cores: of the machine.
-        usable: those among them this process may run on.
-        quota: how many cores' worth of time its control group allows; None is no limit.
-        torch_threads: how many threads torch computes with in this process.
-        omp_num_threads: the variable of that name, if it is set.
-    """
-
-    cores: int
-    usable: int
-    quota: float | None = None
-    torch_threads: int = 1
-    omp_num_threads: str | None = None
+    cores: int  # of the machine
+    usable: int  # those among them this process may run on
+    quota: float | None = None  # how many cores' worth of time its control group allows; None is no limit
+    torch_threads: int = 1  # how many threads torch computes with in this process
+    omp_num_threads: str | None = None  # the variable of that name, if it is set
 
 
 def gather(omp_num_threads: str | None = None) -> ProcessorFacts:
@@ -78,7 +70,7 @@ def _judge_threads(facts: ProcessorFacts) -> Finding:
     threads = _count(facts.torch_threads, "thread")
     omp = facts.omp_num_threads
     said = "OMP_NUM_THREADS is not set" if omp is None else f"OMP_NUM_THREADS={omp}"
-    if omp is not None and not (omp.strip().isdecimal() and int(omp) > 0) and not _is_list(omp):
+    if omp is not None and not _is_list(omp):
         return Section.PROCESSOR.warning(
             f"{said} is no number of threads",
             f"it is ignored, and torch computes with {threads}",

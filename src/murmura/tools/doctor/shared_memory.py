@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from murmura.tools.doctor.findings import Finding, Section, Status
+from murmura.tools.doctor.findings import Finding, Section
 from murmura.tools.doctor.memory import gib
 from murmura.transports.shared_memory import futex
 
@@ -25,23 +25,14 @@ SMALL_DEV_SHM_BYTES = 64 * 2**20  # what Docker gives a container
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMemoryFacts:
-    """What the kernel provides for shared memory.
+    """What the kernel provides for shared memory."""
 
-    Attributes:
-        supported: whether murmura can share memory on a system of this kind.
-        faults: what does not work though it should, by its name; empty if all does.
-        total_bytes: memory of the machine, which is the address space a rank maps for each rank of its world.
-        address_space_bytes: RLIMIT_AS; None is no limit.
-        open_files: RLIMIT_NOFILE; None is no limit.
-        dev_shm_bytes: size of /dev/shm; None if there is none.
-    """
-
-    supported: bool
-    faults: dict[str, str] = field(default_factory=dict)
-    total_bytes: int | None = None
-    address_space_bytes: int | None = None
-    open_files: int | None = None
-    dev_shm_bytes: int | None = None
+    supported: bool  # whether murmura can share memory on a system of this kind
+    faults: dict[str, str] = field(default_factory=dict)  # by name, what should work and does not
+    total_bytes: int | None = None  # memory of the machine; a rank maps as much for each rank of its world
+    address_space_bytes: int | None = None  # RLIMIT_AS; None is no limit
+    open_files: int | None = None  # RLIMIT_NOFILE; None is no limit
+    dev_shm_bytes: int | None = None  # size of /dev/shm; None if there is none
 
 
 def gather(dev_shm: Path = Path("/dev/shm")) -> SharedMemoryFacts:
@@ -133,9 +124,7 @@ def check(facts: SharedMemoryFacts) -> list[Finding]:
 
 def _judge_kernel(facts: SharedMemoryFacts) -> Finding:
     if not facts.faults:
-        return Finding(
-            Section.SHARED_MEMORY, Status.OK, "the kernel's part", "memfd, pidfd, futex and abstract sockets work"
-        )
+        return Section.SHARED_MEMORY.ok("the kernel's part", "memfd, pidfd, futex and abstract sockets work")
     return Section.SHARED_MEMORY.broken(
         f"no {', no '.join(facts.faults)}",
         "; ".join(f"{name}: {fault}" for name, fault in facts.faults.items()),

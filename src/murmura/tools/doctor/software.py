@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,7 +13,6 @@ import torch
 from murmura import ConfigError, DistributedConfig, __version__
 from murmura.tools.doctor.findings import Finding, Section
 
-LEAST_PYTHON = (3, 11)
 LEAST_TORCH = (2, 6)
 ABILITIES = {  # by platform.system(): what of murmura runs there
     "Linux": "threads, shared memory, Gloo, and NCCL where there are GPUs",
@@ -24,26 +22,19 @@ ABILITIES = {  # by platform.system(): what of murmura runs there
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareFacts:
-    """What is installed, and this process's place in a world.
-
-    Attributes:
-        torch_build: what torch was built for: "CPU", "CUDA 12.8", "ROCm 6.4".
-        numpy_fault: why torch and numpy cannot share memory; empty if they can.
-        world: which rank of which world the environment makes of this process.
-        world_fault: why the environment makes no sense; empty if it does.
-    """
+    """What is installed, and this process's place in a world."""
 
     system: str
     release: str
     machine: str
-    python: tuple[int, int, int]
+    python: str
     murmura: str
     torch: str
-    torch_build: str
+    torch_build: str  # what torch was built for: "CPU", "CUDA 12.8", "ROCm 6.4"
     numpy: str
-    numpy_fault: str
-    world: str
-    world_fault: str
+    numpy_fault: str  # why torch and numpy cannot share memory; empty if they can
+    world: str  # which rank of which world the environment makes of this process
+    world_fault: str  # why the environment makes no sense; empty if it does
 
 
 def gather(env: Mapping[str, str] | None = None) -> SoftwareFacts:
@@ -53,7 +44,7 @@ def gather(env: Mapping[str, str] | None = None) -> SoftwareFacts:
         system=platform.system(),
         release=platform.release(),
         machine=platform.machine(),
-        python=sys.version_info[:3],
+        python=platform.python_version(),
         murmura=__version__,
         torch=str(torch.__version__),
         torch_build=build_of(torch.version.cuda, torch.version.hip),
@@ -90,16 +81,8 @@ def check(facts: SoftwareFacts) -> list[Finding]:
 
 
 def _judge_python(facts: SoftwareFacts) -> Finding:
-    title = "Python " + ".".join(map(str, facts.python))
     detail = f"on {facts.system} {facts.release}, {facts.machine}"
-    if facts.python >= LEAST_PYTHON:
-        return Section.SOFTWARE.ok(title, detail)
-    least = ".".join(map(str, LEAST_PYTHON))
-    return Section.SOFTWARE.broken(
-        f"{title} is too old",
-        detail,
-        f"Make a virtual environment with Python {least} or newer, and install murmura in it.",
-    )
+    return Section.SOFTWARE.ok(f"Python {facts.python}", detail)  # an older one cannot import murmura
 
 
 def _judge_torch(facts: SoftwareFacts) -> Finding:
@@ -110,9 +93,7 @@ def _judge_torch(facts: SoftwareFacts) -> Finding:
         return Section.SOFTWARE.ok(title, detail)
     least = ".".join(map(str, LEAST_TORCH))
     return Section.SOFTWARE.broken(
-        f"{title} is too old",
-        detail,
-        f"murmura is written for torch {least} and newer: pip install --upgrade torch",
+        f"{title} is too old", detail, f"murmura is written for torch {least} and newer: pip install --upgrade torch"
     )
 
 

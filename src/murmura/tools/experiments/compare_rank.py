@@ -1,6 +1,6 @@
 """A rank of a comparison: all contestants train in the same processes, in turns of a few steps.
 
-So whatever the machine does meanwhile, it does to all of them. What they find goes to run folders.
+A disturbance of the machine therefore affects all of them alike. Each writes a run folder.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,22 +26,6 @@ from murmura.tools.lab.network import INTERFACE, interface_traffic
 from murmura.tools.progress import Progress, teller
 
 PROGRESS = "progress"
-
-
-class Contestant(Protocol):
-    """A contestant that trains in turns; `records` holds all steps so far."""
-
-    records: list[Record]
-
-    def run_block(self) -> None:
-        """Take the steps of one turn. Collective."""
-        ...
-
-    def evaluate(self) -> float: ...
-
-    def consensus_distance(self) -> float: ...
-
-    def close(self) -> None: ...
 
 
 class Murmura:
@@ -107,7 +91,7 @@ def compare_as_rank(transport: Transport, spec: ComparisonSpec, link: str, folde
     index = spec.links.index(link)
     tell = teller(transport, folder / PROGRESS)
     tell(Progress(index, 0.0))
-    contestants: dict[str, Contestant] = {}
+    contestants: dict[str, Murmura | Torch] = {}
     if in_lab or link == LOCAL:
         place = {"interface": INTERFACE} if in_lab else {}
         group = gloo_group(transport, folder / f".store-{link}", **place)

@@ -21,20 +21,14 @@ MAX_RANKS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSpec:
-    """A comparison of algorithms, and torch's DDP, on the same task.
-
-    Attributes:
-        links: rates such as "100mbit", or LOCAL for shared memory; torch's DDP then talks over loopback.
-        steps: rounded up to whole blocks.
-        target: the held-out loss that is raced for; None lets the contestants decide.
-    """
+    """A comparison of algorithms, and torch's DDP, on the same task."""
 
     task: str
     algorithms: tuple[str, ...]
     ranks: int
-    links: tuple[str, ...]
-    steps: int
-    target: float | None = None
+    links: tuple[str, ...]  # rates such as "100mbit", or LOCAL for shared memory; torch's DDP then talks over loopback
+    steps: int  # rounded up to whole blocks
+    target: float | None = None  # the held-out loss that is raced for; None lets the contestants decide
     seed: int = 0
 
     def __post_init__(self) -> None:

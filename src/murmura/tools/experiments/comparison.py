@@ -37,47 +37,33 @@ SCHEMA_VERSION = 3
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant on one link.
-
-    Attributes:
-        steps_to_target, seconds_to_target: to the first evaluation at or below the target; None if there is none.
-        step_ms: of the slowest rank; the median over turns of `BLOCK_STEPS` steps.
-        compute_ms: the part of a step in which a rank does not wait; None for torch's DDP, of which it is not known.
-        step_bytes: what a rank sends in a step: as the link counted where it can, else from the operations called.
-        formula_bytes: the same by the algorithm's formula.
-    """
+    """One contestant on one link."""
 
     link: str
     contestant: str
-    steps_to_target: int | None
-    seconds_to_target: float | None
-    step_ms: float
-    compute_ms: float | None
-    step_bytes: float
-    formula_bytes: float
+    steps_to_target: int | None  # to the first evaluation at or below the target; None if there is none
+    seconds_to_target: float | None  # the same in seconds
+    step_ms: float  # of the slowest rank; the median over turns of `BLOCK_STEPS` steps
+    compute_ms: float | None  # the part of a step in which a rank does not wait; unknown for torch's DDP
+    step_bytes: float  # sent by a rank in a step: as the link counted, else by the operations called
+    formula_bytes: float  # the same by the algorithm's formula
     final_loss: float
     consensus_distance: float
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A finished comparison.
-
-    Attributes:
-        configurations: by contestant, what its name means.
-        notes: by link, how it was made, and who is missing for that.
-        recommendations: by link, a sentence that says which algorithm to use there, and why.
-    """
+    """A finished comparison."""
 
     spec: ComparisonSpec
     date: str
     machine: Machine
     target: float
     num_parameters: int
-    configurations: dict[str, str]
-    notes: dict[str, str]
+    configurations: dict[str, str]  # by contestant, what its name means
+    notes: dict[str, str]  # by link, how it was made, and who is missing for that
     rows: tuple[Row, ...]
-    recommendations: dict[str, str]
+    recommendations: dict[str, str]  # by link, a sentence that says which algorithm to use there, and why
 
     def of_link(self, link: str) -> list[Row]:
         return [row for row in self.rows if row.link == link]

@@ -42,13 +42,7 @@ def first_step(folder: RunFolder) -> int:
     return latest
 
 
-def train(
-    settings: TrainSettings,
-    folder: RunFolder,
-    *,
-    start: int = 0,
-    trace: Path | None = None,
-) -> Outcome:
+def train(settings: TrainSettings, folder: RunFolder, *, start: int = 0, trace: Path | None = None) -> Outcome:
     """Run a training, or resume it from the checkpoint of step `start`; must be called in the main thread.
 
     Whatever ends it, run.json says so before the exception comes out. `trace` is a file for Perfetto.
@@ -114,7 +108,7 @@ def train_as_rank(
             is_last = training.step == settings.steps
             with observer.paused():
                 if is_last or training.step % settings.evaluate_every == 0:
-                    evaluated = _evaluate(training)
+                    evaluated = {"held_out": training.evaluate(), "consensus": training.ddp.consensus_distance()}
                     observer.log(**evaluated)
                 every = settings.checkpoint_every
                 if every and (is_last or training.step % every == 0):
@@ -126,8 +120,3 @@ def train_as_rank(
         seconds=time.monotonic() - began,
         steps_taken=settings.steps - start,
     )
-
-
-def _evaluate(training: Training) -> dict[str, float]:
-    """Return what an `Observer` logs at an evaluation. Collective."""
-    return {"held_out": training.evaluate(), "consensus": training.ddp.consensus_distance()}

@@ -6,7 +6,7 @@
     metrics/from-000000050/         those after a resumption at step 50, which replace the later ones of the part before
     checkpoints/step-000000050/     see `Checkpointer`
 
-`RunFolder` is the place, for who trains; `Run` is what can be read there, for who looks at it.
+A training writes to a `RunFolder`; a report reads a `Run`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from murmura.checkpoint.files import make_folder
 from murmura.errors import ConfigError, MurmuraError
 from murmura.observe import Record, read_records
 from murmura.tools.experiments.machine import Machine
@@ -29,17 +30,6 @@ SCHEMA_VERSION = 1
 FILE = "run.json"
 PART = "from-"
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder and its parents; a `ConfigError` if that fails."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".probe"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"nothing can be written to {path}: {error.strerror}. Name another folder.") from None
 
 
 @dataclass(frozen=True)
@@ -53,7 +43,7 @@ class RunFolder:
         """Make a new folder; a `ConfigError` if it holds a run already or cannot be made."""
         if (path / FILE).exists():
             raise ConfigError(f"{path} holds a run already. Go on with it (--resume {path}), or name another folder.")
-        make_folder(path)
+        make_folder(path, "a run cannot be written to")
         return cls(path)
 
     @property

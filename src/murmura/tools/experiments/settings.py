@@ -15,12 +15,7 @@ from murmura.tools.experiments.tasks import task_named
 from murmura.transports.decorators.throttled import parse_rate
 from murmura.types import TransportKind, parse
 
-TRANSPORTS = (
-    TransportKind.SHARED_MEMORY,
-    TransportKind.IN_PROCESS,
-    TransportKind.GLOO,
-    TransportKind.HIERARCHICAL,
-)
+TRANSPORTS = (TransportKind.SHARED_MEMORY, TransportKind.IN_PROCESS, TransportKind.GLOO, TransportKind.HIERARCHICAL)
 """The transports of a run: threads for IN_PROCESS, processes of this machine for the others."""
 
 MAX_RANKS = 64
@@ -28,21 +23,16 @@ MAX_RANKS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """The settings of a run; a `ConfigError` names every wrong field.
-
-    Attributes:
-        bandwidth: of each rank's link, "100mbit"; None is no limit.
-        checkpoint_every: in steps; 0 is never, and then the run cannot be resumed.
-    """
+    """The settings of a run; a `ConfigError` names every wrong field."""
 
     task: str = "charlm"
     ranks: int = 4
     algorithm: str = "gradient_allreduce"
     steps: int = 400
     transport: str = "shared_memory"
-    bandwidth: str | None = None
+    bandwidth: str | None = None  # of each rank's link, "100mbit"; None is no limit
     seed: int = 0
-    checkpoint_every: int = 50
+    checkpoint_every: int = 50  # in steps; 0 is never, and then the run cannot be resumed
 
     def __post_init__(self) -> None:
         faults = []

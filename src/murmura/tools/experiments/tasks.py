@@ -26,16 +26,11 @@ HELD_OUT = -1
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A model, its data on each rank, and its loss.
-
-    Attributes:
-        learning_rate: of AdamW, for a batch of `batch_size` on each rank.
-        seed: of data and initial weights.
-    """
+    """A model, its data on each rank, and its loss."""
 
     batch_size: int
-    learning_rate: float
-    seed: int = 0
+    learning_rate: float  # of AdamW, for a batch of `batch_size` on each rank
+    seed: int = 0  # of data and initial weights
 
     @property
     def floor(self) -> float | None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from murmura.errors import ConfigError, PeerLost, PeerTimeout
+from murmura.errors import ConfigError, PeerLost, PeerTimeout, name_ranks
 from murmura.launch.root_cause import find_failure
 from murmura.launch.signals import SignalException
 from murmura.launch.supervisor import RankCommand, supervise
@@ -63,7 +63,7 @@ def run(
             raise PeerLost(str(failure), peer=failure.rank)
         if unfinished := sorted(each.rank for each in exits if each.was_stopped):
             raise PeerTimeout(
-                f"rank{'s' if len(unfinished) > 1 else ''} {', '.join(map(str, unfinished))} of the lab had not ended "
+                f"{name_ranks(unfinished)} of the lab had not ended "
                 f"after {timeout:.1f} s and were ended. If there was still work to do there, raise the timeout of "
                 "Hosts.run.",
                 peer=unfinished[0],

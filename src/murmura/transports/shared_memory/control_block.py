@@ -23,7 +23,7 @@ from murmura.transports.liveness import STOPPED, PidfdPoll, process_state
 from murmura.transports.shared_memory import futex
 from murmura.transports.shared_memory.arena import PAGE_BYTES, round_up
 from murmura.transports.shared_memory.segment import Segment
-from murmura.transports.stalls import StallNotes, WaitDeadline, follow, is_recent
+from murmura.transports.stalls import StallNotes, WaitDeadline, at_fault, is_recent
 
 # Words of a block. The first eight share a cache line: what a collective of small messages reads of a peer.
 ENTERED = 0  # number of the collective entered last
@@ -198,13 +198,13 @@ class ControlBlock:
             if deadline.remaining > 0:
                 deadline.check(awaited)
             else:  # whoever sleeps in an exchange is not at fault, but whom it waits for
-                at_fault = list(dict.fromkeys(follow(peer, self._awaited_by) for peer in awaited))
-                are_stopped = all(process_state(self._life_fds[peer])[1] in STOPPED for peer in at_fault)
-                deadline.check(at_fault, self._state_of(at_fault), certain=are_stopped)
+                guilty = at_fault(awaited, self._awaited_by, self.rank)
+                are_stopped = all(process_state(self._life_fds[peer])[1] in STOPPED for peer in guilty)
+                deadline.check(guilty, self._state_of(guilty), certain=are_stopped)
 
-    def _awaited_by(self, peer: int) -> int | None:
+    def _awaited_by(self, peer: int) -> list[int]:
         awaits = self.read(peer, AWAITS) & 0x7FFF
-        return awaits - 1 if awaits else None
+        return [awaits - 1] if awaits else []
 
     def _check_exited(self, missing: Callable[[], list[int]], operation: str, waited: float) -> None:
         gone = {peer: self._exit_notice_of(peer) for peer in missing() if self.read(peer, EXITED)}
