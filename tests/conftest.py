@@ -48,6 +48,15 @@ def pytest_configure() -> None:
     os.environ[TOKEN] = f"{os.getpid()}-{time.monotonic_ns()}"
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the tables that tests recorded, wherever they ran."""
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    for report in reports:
+        for name, value in report.user_properties:
+            if name == "table":
+                terminalreporter.write_line(str(value))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> None:
     """Start the server that ranks are forked from with pytest imported: a rank then starts in milliseconds.

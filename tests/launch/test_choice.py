@@ -86,9 +86,9 @@ def meet(rank: int, told: str, address: str) -> str:
     )
     began = time.monotonic()
     # On a busy machine a rank may hear it from another that has found it first.
-    with pytest.raises((ConfigError, PeerLost)) as caught, connect(config, transport=told):
+    with pytest.raises((ConfigError, PeerLost, RendezvousError)) as caught, connect(config, transport=told):
         pass
-    assert time.monotonic() - began < 5  # two seconds, on a machine that is not busy
+    assert time.monotonic() - began < 10  # two seconds, on a machine that is not busy
     return str(caught.value)
 
 

@@ -34,7 +34,6 @@ NOT_PASSING = {
     "test_ddp_sink_noclone": "calls a private method (_set_ddp_sink_clone); outputs are never cloned here",
     "test_ddp_static_graph_nested_types": "wraps a wrapper, which is refused: gradients would be exchanged twice",
     "test_ddp_sync_module_states": "reads how torch cuts its broadcasts (broadcast_bucket_size)",
-    "test_ddp_uneven_inputs": "reads private attributes (_authoritative_rank, _get_ddp_logging_data)",
     "test_ddp_unused_params_rebuild_buckets_exception": _UNUSED,
     "test_detect_ddp_is_actually_static": _REDUCER,
     "test_different_graph_across_ranks": _LOGGING,

@@ -1,6 +1,6 @@
 """torch's own tests of DistributedDataParallel, with `murmura.DDP` patched in for its class and nothing else.
 
-`pytest -m slow -s tests/torch_ddp` prints the tables.
+The tables are printed at the end of the run: `make test-all`, or `pytest -m slow tests/torch_ddp`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ import pytest
 from torch_ddp.outcomes import NOT_PASSING, PASSING
 
 pytest.importorskip("expecttest", reason="torch's own tests need it")
+
+Recorder = Callable[[str, str], None]  # what pytest's `record_property` is
 
 HERE = Path(__file__).parent
 SAMPLE = (
@@ -51,18 +54,18 @@ def test_a_sample_passes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 60)
-def test_the_measure_is_what_passes_with_torchs_own_class() -> None:
+def test_the_measure_is_what_passes_with_torchs_own_class(record_property: Recorder) -> None:
     found = outcomes("torch", 2, "gloo", (*PASSING, *NOT_PASSING))
-    print(table(found, "torch's class, 2 ranks"))
+    record_property("table", table(found, "torch's class, 2 ranks"))
     assert {name for name in found if found[name]["outcome"] != "passed"} == set()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize(("num_ranks", "below"), [(2, "gloo"), (2, "shared_memory"), (3, "gloo")])
-def test_those_listed_pass_and_the_others_do_not(num_ranks: int, below: str) -> None:
+def test_those_listed_pass_and_the_others_do_not(num_ranks: int, below: str, record_property: Recorder) -> None:
     found = outcomes("murmura", num_ranks, below, (*PASSING, *NOT_PASSING))
-    print(table(found, f"murmura.DDP, {num_ranks} ranks, {below}"))
+    record_property("table", table(found, f"murmura.DDP, {num_ranks} ranks, {below}"))
     passed = {name for name in found if found[name]["outcome"] == "passed"}
     odd = {name for name in found if found[name]["reason"] == "Skipped due to odd world size."}
     assert passed | odd == set(PASSING), found

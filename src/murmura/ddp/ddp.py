@@ -35,7 +35,8 @@ Batch = TypeVar("Batch")
 class DDP(TorchSurface):
     """Keeps the replicas of `module` together while they train.
 
-    Every rank wraps the same model; they start from rank 0's parameters and buffers.
+    Every rank wraps the same model; they start from rank 0's parameters and buffers. The arguments from
+    `process_group` on are those of torch's DistributedDataParallel.
 
     Args:
         module: the model; reached again as `.module`, and calling it directly works too.
@@ -49,10 +50,6 @@ class DDP(TorchSurface):
         ignore: names of parameters and buffers that stay local.
         verify_every: run `verify_in_sync` every so many rounds; 0 is never.
         nonfinite: "pass", "raise" or "skip_step", when a gradient holds an infinity or a NaN.
-
-    The arguments of torch's DistributedDataParallel:
-
-    Args:
         process_group: a group of torch.distributed whose ranks hold the replicas.
         device_ids: None or one GPU, on which the model is; `forward` moves inputs there.
         output_device: None, or the same GPU.

@@ -136,6 +136,8 @@ class _Server:
             while len(self._joined) < self._world_size - 1:
                 error = watch()
                 if error is not None:
+                    for client in self._joined.values():
+                        _send(client.connection, {"refused": str(error)})
                     raise error
                 if time.monotonic() >= deadline:
                     raise self._missing(timeout)
