@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from murmura import (
     FaultyTransport,
@@ -24,6 +25,7 @@ from murmura import (
     run_world,
 )
 from murmura.transports.process_group import Check
+from murmura.transports.shared_memory import peer_memory, session
 
 SECONDS = 40.0  # of any wait, below the time pytest gives a test, so that a hang is told by the rank that hangs
 
@@ -115,6 +117,21 @@ def checked(transport: Transport) -> Transport:
     return transport
 
 
+def with_threads(transport: Transport) -> Transport:
+    """The same transport on a rank that has three threads, however many cores there are."""
+    torch.set_num_threads(3)
+    session.num_threads = lambda num_ranks: 3
+    return transport
+
+
+def reading_peers(transport: Transport) -> Transport:
+    """The same transport, which reads its peers' memory from the first large tensor on, whatever pages it has."""
+    peer_memory.MIN_BYTES, peer_memory.SIGHTINGS = 0, 1
+    peer_memory._collapse = lambda address, num_bytes: True
+    transport.barrier()  # from now on all ranks can be read
+    return transport
+
+
 def halves(world_size: int) -> list[int]:
     """Two hosts, the first with one rank more if need be."""
     return [2 * rank // (world_size + world_size % 2) for rank in range(world_size)]
@@ -166,6 +183,13 @@ WORLDS = (
         slow=True,
     ),
 )
+
+
+OTHER_WAYS = (
+    World("shared_memory_threads", "processes", wrap=with_threads, arena=True),
+    World("peer_memory", "processes", wrap=reading_peers, arena=True),
+)
+"""Ways that shared memory takes for large tensors only, if there are cores to spare, or a tensor comes often."""
 
 
 def those(claim: Callable[[World], bool] = lambda world: True) -> list[Any]:

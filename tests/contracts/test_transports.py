@@ -17,7 +17,7 @@ from contracts.cases import COMPLEX, FLOATS, OPS, REDUCIBLE, Case, digest, grid,
 from murmura import ReduceOp, Transport, UsageError
 from murmura.collectives import ring
 from oracles import reduce as oracle
-from worlds import World, those
+from worlds import OTHER_WAYS, World, those
 
 SIZES = (1, 2, 3, 4, 5, 8)
 SHORT = (0, 1, 3, 1001)
@@ -80,6 +80,25 @@ def test_long_buffers(world: World, size: int) -> None:
     cases += [Case(LONG, torch.int64, op, exact=False) for op in ("sum", "min")]
     cases += [Case(LONG, torch.float32, op, exact=True) for op in ("mean", "product")]
     check_cases(world, size, cases)
+
+
+other_ways = pytest.mark.parametrize("world", [pytest.param(each, id=each.name) for each in OTHER_WAYS])
+slow_other_ways = [pytest.param(each, id=each.name, marks=pytest.mark.slow) for each in OTHER_WAYS]
+
+
+@other_ways
+@pytest.mark.parametrize("size", [2, 3])
+def test_other_ways_to_reduce_long_buffers_give_the_same_bits(world: World, size: int) -> None:
+    kinds = [(torch.float32, "sum"), (torch.float32, "mean"), (torch.bfloat16, "mean"), (torch.int64, "max")]
+    check_cases(world, size, [Case(LONG, dtype, op, exact=False) for dtype, op in kinds])
+
+
+@other_ways
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("size", [2, 5])
+def test_other_ways_to_reduce_long_buffers_of_every_dtype(world: World, size: int) -> None:
+    check_cases(world, size, grid([LONG], REDUCIBLE, exact=[False]))
 
 
 @pytest.mark.slow
@@ -404,7 +423,7 @@ def reduce_huge(transport: Transport, numel: int, num_allocated: int) -> bool:
     return tensor.eq(places.mul_(size).add_(size * (size - 1) // 2)).all().item()
 
 
-@pytest.mark.parametrize("world", those(lambda world: world.arena))
+@pytest.mark.parametrize("world", [*those(lambda world: world.arena), *slow_other_ways])
 @pytest.mark.parametrize(("size", "num_allocated"), [(2, 0), (2, 1), (3, 0), (3, 2), (3, 3)])
 def test_more_than_the_staging_area(world: World, size: int, num_allocated: int) -> None:
     assert world.run(reduce_huge, size, STAGING_BYTES // 4 + 300_001, num_allocated) == [True] * size

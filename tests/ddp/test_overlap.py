@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp.models import on_ranks, values
-from murmura import DDP, Transport, run_world
+from murmura import DDP, InProcessTransport, Transport, run_world
 from murmura.algorithms import Algorithm, AlgorithmImpl
 from murmura.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from murmura.buckets import Bucket
@@ -71,6 +72,64 @@ def test_a_bucket_is_reduced_while_backward_goes_on(num_ranks: int) -> None:
         return wait.came, [event.is_set() for event in reduced]
 
     assert on_ranks(run, num_ranks) == [(True, [True, True])] * num_ranks
+
+
+class ThreadsImpl(GradientAllReduceAlgorithmImpl):
+    def __init__(self, process_group: Transport, seen: list[threading.Thread]) -> None:
+        super().__init__(process_group)
+        self.seen = seen
+
+    def on_bucket_ready(self, bucket: Bucket) -> None:
+        super().on_bucket_ready(bucket)
+        self.seen.append(threading.current_thread())
+
+
+@dataclass(frozen=True)
+class Threads(Algorithm):
+    """Gradient all-reduce that says in which threads buckets are reduced."""
+
+    impl: ClassVar[type[AlgorithmImpl]] = ThreadsImpl
+    seen: list[threading.Thread] = field(default_factory=list)
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_without_a_spare_core_buckets_are_reduced_after_backward_in_its_thread(
+    spare: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InProcessTransport, "has_spare_core", lambda self: spare)
+
+    def run(transport: Transport) -> tuple[set[bool], int, Tensor]:
+        seen: list[threading.Thread] = []
+        num_seen: list[int] = []
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        with torch.no_grad():
+            for each in model.parameters():
+                each.fill_(1.0)
+        ddp = DDP(model, transport, algorithm=Threads(seen), bucket_size_bytes=1)
+        model[0].weight.register_post_accumulate_grad_hook(lambda parameter: num_seen.append(len(seen)))
+        ddp(torch.full((1, 2), float(transport.rank))).sum().backward()
+        here = {thread is threading.current_thread() for thread in seen}
+        assert model[0].weight.grad is not None
+        return here, num_seen[0] if not spare else 0, model[0].weight.grad
+
+    for in_thread_of_backward, num_before_the_end, gradient in on_ranks(run, 2):
+        assert in_thread_of_backward == {not spare}
+        assert num_before_the_end == 0
+        assert torch.equal(gradient, torch.full((2, 2), 1.0))
+
+
+def count_spare_cores(transport: Transport, num_cores: int) -> list[bool]:
+    os.sched_getaffinity = lambda pid: set(range(num_cores))  # type: ignore[assignment]
+    found = []
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        found.append(transport.channel("another").has_spare_core())
+    return found
+
+
+@pytest.mark.parametrize(("num_cores", "expected"), [(2, [False, False]), (4, [True, False]), (5, [True, True])])
+def test_processes_have_a_spare_core_if_torch_leaves_one(num_cores: int, expected: list[bool]) -> None:
+    assert run_world(count_spare_cores, 2, num_cores, kind="processes") == [expected] * 2
 
 
 def test_inside_no_sync_nothing_travels() -> None:

@@ -28,6 +28,7 @@ class Call(NamedTuple):
 
 def trace_one_gradient(transport: Transport) -> list[Call]:
     """The calls of murmura's functions in the backward of the second round, in the order in which they began."""
+    type(transport).has_spare_core = lambda self: True  # type: ignore[method-assign]
     calls: list[Call] = []
     training = threading.current_thread()
 

@@ -39,9 +39,11 @@ def chunk_bounds(numel: int, num_chunks: int, index: int) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def plan_segments(numel: int, item_bytes: int, world_size: int, start: int, stop: int) -> tuple[Segment, ...]:
-    """Cut elements [start, stop) of a flat buffer of `numel` into cache-sized segments of one order each."""
-    step = max(1, PIECE_BYTES // item_bytes)
+def plan_segments(
+    numel: int, item_bytes: int, world_size: int, start: int, stop: int, piece_bytes: int = PIECE_BYTES
+) -> tuple[Segment, ...]:
+    """Cut elements [start, stop) of a flat buffer of `numel` into segments of one order each, at most a piece long."""
+    step = max(1, piece_bytes // item_bytes)
     rank_order = is_small(numel * item_bytes, world_size)
     segments: list[Segment] = []
     for chunk in range(1 if rank_order else world_size):

@@ -1,7 +1,8 @@
 """The arithmetic of a reduction, once, for every collective: same dtype, same library, same bits.
 
 fp16 and bf16 are accumulated in fp32 and rounded once at the end; all else is computed in its own dtype. On the
-CPU the arithmetic is numpy's (its calls cost a third of torch's), on other devices torch's.
+CPU the arithmetic is numpy's (its calls cost a third of torch's), on other devices torch's, and so it is where torch's
+intra-op threads are to share the work: for sums of floats, which are one rounded operation in both.
 """
 
 from __future__ import annotations
@@ -68,10 +69,13 @@ class Reduction:
     It computes on *arrays*: what `array` makes of a flat contiguous tensor, a numpy view or the tensor itself.
     """
 
-    def __init__(self, op: ReduceOp, dtype: torch.dtype, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self, op: ReduceOp, dtype: torch.dtype, world_size: int, device: torch.device, *, threaded: bool = False
+    ) -> None:
         self.op = op
         self.world_size = world_size
-        self.uses_numpy = device.type == "cpu" and dtype not in HALVES
+        threaded &= op in (ReduceOp.SUM, ReduceOp.MEAN) and dtype in (torch.float32, torch.float64)
+        self.uses_numpy = device.type == "cpu" and dtype not in HALVES and not threaded
         self._mean = op is ReduceOp.MEAN and world_size > 1
         # A sum of two is rounded once whether it passes through fp32 or not, so it need not. Minima are never rounded.
         wide = dtype in HALVES and op in (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PRODUCT)
@@ -96,7 +100,7 @@ class Reduction:
     def reduce(self, inputs: Sequence[Any], out: Any) -> None:
         """Combine `inputs` in the order given, finish (divide, for a mean) and write `out`.
 
-        `out` may be the first input, or either of two; it must not overlap any other.
+        `out` may be the first input or the second; it must not overlap any other.
         """
         self._quietly(self._reduce, inputs, out)
 

@@ -1,8 +1,9 @@
 """Has the gradients of a round copied into their buckets, and exchanges full buckets while backward goes on.
 
 Gradient hooks only copy and enqueue. Buckets go to the communication thread, or stream, in index order on every rank,
-whatever the order in which gradients come. `finish` fills what got no gradient, exchanges the round's tail, waits for
-everything, and gives parameters that only other ranks used their gradient.
+whatever the order in which gradients come; where that thread would take a core from backward, they are exchanged after
+it. `finish` fills what got no gradient, exchanges the round's tail, waits for everything, and gives parameters that
+only other ranks used their gradient.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class GradientReducer:
         self._where = {
             id(parameter): (bucket, slot) for bucket in self.buckets for slot, parameter in enumerate(bucket.parameters)
         }
+        self._on_cpu = all(bucket.flat.is_cpu for bucket in self.buckets)
         self._tail = Tail(self.buckets, self._transport) if self.buckets else None
         if self._as_views:
             for bucket in self.buckets:
@@ -143,8 +145,11 @@ class GradientReducer:
             self._ready[bucket.index][slot] = True
             self._num_missing[bucket.index] -= 1
             self.observed.append(parameter)
-        while send and len(self._tickets) < len(self.buckets) and self._num_missing[len(self._tickets)] == 0:
-            self._send(self.buckets[len(self._tickets)], number)
+        if send and self._num_missing[bucket.index] == 0 and self._in_background:
+            for full in self.buckets[len(self._tickets) :]:
+                if self._num_missing[full.index]:
+                    break
+                self._send(full, number)
 
     def finish(self, number: int, weight: float, *, averages: bool, weighs: bool, one_by_one: bool = False) -> None:
         """End round `number`: send what has not been sent, wait for all of it, and assign the gradients.
@@ -196,38 +201,10 @@ class GradientReducer:
         self._copy_in(bucket, ready)
 
     def _copy_in(self, bucket: Bucket, slots: Sequence[int]) -> None:
-        """Copy gradients into their places in `bucket`, on a GPU by one kernel for many."""
-        outside = {slot: gradient for slot in slots if (gradient := self._outside(bucket, slot)) is not None}
-        if bucket.flat.is_cuda and outside:
-            torch._foreach_copy_([bucket.views[slot] for slot in outside], [each.detach() for each in outside.values()])
-        for slot, gradient in outside.items():
-            if not bucket.flat.is_cuda:
-                bucket.views[slot].copy_(gradient.detach())
-            if gradient.requires_grad:
-                if not self._has_graphs:
-                    log.warning("backward(create_graph=True): gradients are averaged, but not through their graphs")
-                self._has_graphs = True
-            elif self._as_views:
-                bucket.parameters[slot].grad = bucket.views[slot]
-
-    def _outside(self, bucket: Bucket, slot: int) -> Tensor | None:
-        """The gradient of a parameter, unless it is in the bucket already; `UsageError` if it does not fit."""
-        parameter, view = bucket.parameters[slot], bucket.views[slot]
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.layout is not torch.strided:
-            raise UsageError(
-                f"the gradient of {bucket.names[slot]!r} is sparse, which DDP does not exchange. "
-                "Build the embedding with sparse=False, or name the parameter in DDP(ignore=...)."
-            )
-        if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
-            if (gradient.dtype, gradient.device, gradient.shape) != (view.dtype, view.device, view.shape):
-                raise UsageError(
-                    f"the gradient of {bucket.names[slot]!r} no longer fits its bucket: the parameter was cast, moved "
-                    "or resized after wrapping. Do that before, or wrap the model again: DDP(ddp.into_inner(), ...)."
-                )
-            return gradient
-        return None
+        has_graph = bucket.copy_gradients_in(slots, as_views=self._as_views)
+        if has_graph and not self._has_graphs:
+            log.warning("backward(create_graph=True): gradients are averaged, but not through their graphs")
+        self._has_graphs |= has_graph
 
     def _copy_out(self) -> None:
         """Copy the means from the buckets into gradients of their own memory."""
@@ -270,7 +247,13 @@ class GradientReducer:
                 self._failure = error
                 raise
 
-        return self._background.start(what, [tensor], run, "all_reduce")
+        if self._in_background:
+            return self._background.start(what, [tensor], run, "all_reduce")
+        return PendingExchange(self._transport, self._transport.run_job(what, run))
+
+    @property
+    def _in_background(self) -> bool:
+        return not self._on_cpu or self._transport.has_spare_core()
 
     def _settle(self, tail: Tail, weighs: bool, number: int) -> None:
         """Give every parameter that any rank used its mean gradient; leave the others without."""

@@ -211,7 +211,7 @@ def _stop(processes: Sequence[Any]) -> None:
 def rank_main(spec: RankSpec, pipe: Any) -> None:
     """Run the rank and send its pickled result or error through `pipe`."""
     threading.Thread(target=_die_with_parent, name="murmura-orphan-watch", daemon=True).start()
-    torch.set_num_threads(spec.num_threads)
+    torch.set_num_threads(min(spec.num_threads, torch.get_num_threads()))  # fewer if OMP_NUM_THREADS says so
     try:
         message = _work(spec)
     except KeyboardInterrupt:  # the parent was interrupted too, and reports it

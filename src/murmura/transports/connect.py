@@ -26,10 +26,10 @@ from murmura.transports.checks import Check, check_timeout
 from murmura.transports.choice import Choice, Claim, choose
 from murmura.transports.foreign_group import FakeGroupTransport, ForeignGroupTransport
 from murmura.transports.in_process import InProcessTransport
-from murmura.transports.meeting import Meeting, tell
 from murmura.transports.rendezvous import LOOPBACK, Store, StoreLost, answers, reach_store, serve_store
 from murmura.transports.shared_memory import SharedMemoryTransport, futex
 from murmura.transports.shared_memory import rendezvous as one_host
+from murmura.transports.store_rendezvous import StoreRendezvous, log_choice
 from murmura.transports.user_group import UserGroup, default_group, given_group
 from murmura.transports.watched_store import Watch, nobody, poll
 from murmura.types import DistributedBackend, TransportKind, parse
@@ -137,7 +137,7 @@ def _connect_by_config(config: DistributedConfig | None, options: _Options) -> T
         claim = replace(claim, gpu="")  # NCCL would need an address
     _refuse_early(claim.transport, config)
     if config.world_size == 1 and claim.transport in (TransportKind.AUTO, TransportKind.IN_PROCESS):
-        tell(choose([claim], (0,)), 0, 1, "nobody: neither a launcher nor a process group tells of others")
+        log_choice(choose([claim], (0,)), 0, 1, "nobody: neither a launcher nor a process group tells of others")
         return InProcessTransport.create_group(1, timeout=config.timeout)[0]
     if not (_on_one_host(config) and futex.is_supported()):
         return _join_over_a_network(config, options, claim)
@@ -158,7 +158,7 @@ def _connect_by_config(config: DistributedConfig | None, options: _Options) -> T
     choice = choose(claims, (0,) * config.world_size)
     if choice.kind is not TransportKind.SHARED_MEMORY:
         return _join_over_a_network(config, options, claim, choice)
-    tell(choice, config.rank, config.world_size, "on this host, as the launcher or the config says")
+    log_choice(choice, config.rank, config.world_size, "on this host, as the launcher or the config says")
     return SharedMemoryTransport.join(job, config.rank, config.world_size, timeout=config.timeout, secret=secret)
 
 
@@ -201,7 +201,7 @@ def _join_over_a_network(
     deadline = time.monotonic() + config.timeout
     while True:
         store = _open_store(config, max(1.0, deadline - time.monotonic()), watch)
-        meeting = Meeting(
+        rendezvous = StoreRendezvous(
             store=store,
             scope=f"murmura/{config.job_id or ''}",
             where=f"at {config.coordinator_addr}",
@@ -215,7 +215,7 @@ def _join_over_a_network(
             between=TransportKind.NCCL if config.backend is DistributedBackend.CUDA else TransportKind.GLOO,
         )
         try:
-            transport = meeting.choose_and_join(claim) if choice is None else meeting.join(choice)
+            transport = rendezvous.choose_and_join(claim) if choice is None else rendezvous.join(choice)
         except StoreLost:
             # Perhaps the store of an earlier connection, which rank 0 has closed to open the next.
             if config.rank == 0 or time.monotonic() > deadline or not _is_back(config, deadline):
@@ -251,7 +251,7 @@ def _connect_by_group(user: UserGroup, options: _Options) -> Transport:
     claim = options.claim(told, "MURMURA_TRANSPORT", backend, None)
     is_auto = claim.transport is TransportKind.AUTO
     if user.world_size == 1 and (is_auto or claim.transport is TransportKind.IN_PROCESS):
-        tell(choose([claim], (0,)), 0, 1, f"nobody: {user.words} has no other rank")
+        log_choice(choose([claim], (0,)), 0, 1, f"nobody: {user.words} has no other rank")
         return InProcessTransport.create_group(1, timeout=timeout)[0]
     if claim.transport is TransportKind.IN_PROCESS:
         raise ConfigError(
@@ -268,7 +268,7 @@ def _connect_by_group(user: UserGroup, options: _Options) -> Transport:
             f"{user.words} ({name}) has no store, so its ranks cannot meet for transport='{claim.transport}'. Leave "
             "the transport out to run on the group itself."
         )
-    return Meeting(
+    return StoreRendezvous(
         store=store,
         scope="murmura/connect",
         where=f"through the store of {user.words}",

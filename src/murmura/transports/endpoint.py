@@ -251,6 +251,15 @@ class Endpoint:
         """
         return self._executor.submit(what, profiling.until_done(operation, work) if is_profiled() else work)
 
+    def run_job(self, what: str, work: Callable[[], Any]) -> Ticket:
+        """Do `work` here and now; the ticket, which has ended, holds its error."""
+        return self._executor.run_job(what, work)
+
+    def has_spare_core(self) -> bool:
+        """Whether operations in the background take no core from whoever computes: because they only wait, or because
+        there is one for them."""
+        return True
+
     def _perform(self, name: str, work: Callable[[], Any]) -> Any:
         outermost = not self.operation
         number = self._num_collectives + (name != "exchange")

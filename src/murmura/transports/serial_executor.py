@@ -147,6 +147,12 @@ class SerialExecutor:
             self._jobs.put((ticket, work))
         return ticket
 
+    def run_job(self, operation: str, work: Callable[[], Any]) -> Ticket:
+        """Do a job in the caller's thread; its operations run after what is queued."""
+        ticket = Ticket(operation)
+        self._settle(ticket, work)
+        return ticket
+
     def close(self) -> None:
         """Let the communication thread finish what is queued, then end it. The caller has ended its waits first."""
         with self._submitting:

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
-import torch
 
 from murmura import Transport
 from murmura.errors import ConfigError
 from murmura.tools import ranks
 from murmura.tools.bench.all_reduce_contestants import MURMURA, Method, Peer, methods_of, prepare
 from murmura.tools.bench.buffers import num_buffers, size_faults
-from murmura.tools.bench.harness import Report, Sample, load, ratios, take_turns
+from murmura.tools.bench.harness import Report, Sample, load, ratios, take_share_of_cores, take_turns
 from murmura.tools.bench.mpiexec import find_mpiexec, run_under_mpiexec
 from murmura.tools.bench.sizes import format_size
 from murmura.tools.options import check_seconds, raise_faults
@@ -132,7 +131,7 @@ def report_of(spec: AllReduceSpec, samples: dict[int, list[Sample]], load_before
 
 def measure_as_rank(transport: Transport, spec: AllReduceSpec, folder: Path) -> dict[int, list[Sample]]:
     """Measure `spec` in this dedicated process; every rank returns the same."""
-    torch.set_num_threads(1)
+    take_share_of_cores(spec.ranks)
     gc.disable()
     methods = methods_of(spec.peers, transport, folder)
     return measure(transport, methods, spec.sizes_bytes, spec.seconds, teller(transport, folder / PROGRESS))

@@ -15,12 +15,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from murmura import ThrottledTransport, Transport
 from murmura.tools import ranks
 from murmura.tools.bench.checks import check_gradients, check_in_step, expected_gradients
-from murmura.tools.bench.harness import Sample, load, slowest, take_turns
+from murmura.tools.bench.harness import Sample, load, slowest, take_share_of_cores, take_turns
 from murmura.tools.bench.memory import measure_memory
 from murmura.tools.bench.models import MODELS, Model
 from murmura.tools.bench.steps import NUM_BATCHES, PHASES, Method, bare, held_back, murmura_ddp, prepare, torch_ddp
@@ -172,7 +170,7 @@ def slow_link_methods(transport: Transport) -> list[Method]:
 
 def measure_steps(transport: Transport, recipe: Model, seconds: float, index: int, folder: Path) -> list[Sample]:
     """Measure all contestants of an ordinary step in this dedicated process; every rank returns the same."""
-    torch.set_num_threads(1)
+    take_share_of_cores(transport.world_size)
     methods = [step_method(name, transport, folder) for name in step_names(transport.world_size)]
     return measure(transport, methods, recipe, seconds, index, teller(transport, folder.parent / PROGRESS))
 
@@ -181,7 +179,7 @@ def measure_slow_link(
     transport: Transport, recipe: Model, bandwidth: str, seconds: float, index: int, folder: Path
 ) -> list[Sample]:
     """murmura over a link of `bandwidth`, against itself without overlap; otherwise as `measure_steps`."""
-    torch.set_num_threads(1)
+    take_share_of_cores(transport.world_size)
     tell = teller(transport, folder.parent / PROGRESS)
     with ThrottledTransport(transport.channel("slow link"), bandwidth) as link:
         return measure(transport, slow_link_methods(link), recipe, seconds, index, tell)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from murmura import Transport
+from murmura.launch.plan import num_cores
 from murmura.tools.experiments.machine import Machine
 from murmura.tools.options import typed_command
 from murmura.tools.progress import Progress, Tell, silent
@@ -143,6 +144,12 @@ class Report(ABC, Generic[Spec]):
             "contestants": self.contestants,
         }
         return json.dumps(header | self.fields(), indent=2) + "\n"
+
+
+def take_share_of_cores(world_size: int) -> None:
+    """Give torch as many threads as `murmura run` does, or fewer if OMP_NUM_THREADS says so."""
+    share = num_cores() // world_size
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
 
 
 def load() -> float:

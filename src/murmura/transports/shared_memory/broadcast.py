@@ -8,6 +8,7 @@ from torch import Tensor
 from murmura.collectives.chunks import PIECE_BYTES
 from murmura.transports.shared_memory.control_block import PIECES, PLACE_IN, slot_bytes
 from murmura.transports.shared_memory.session import STAGING_BYTES, CollectiveSession
+from murmura.transports.shared_memory.threads import copy
 
 
 def broadcast_in_segment(session: CollectiveSession, raw: Tensor, src: int, call: str) -> None:
@@ -30,13 +31,13 @@ def broadcast_in_segment(session: CollectiveSession, raw: Tensor, src: int, call
     if place < 0:
         _broadcast_in_pipeline(session, raw, src, ~place)
     elif session.rank != src:
-        raw.copy_(segment.tensor(place, raw.numel(), torch.uint8))
+        copy(raw, segment.tensor(place, raw.numel(), torch.uint8), session.num_threads)
     session.sync()
 
 
 def _broadcast_in_pipeline(session: CollectiveSession, raw: Tensor, src: int, place: int) -> None:
     """Rank `src` stages its pieces in order; the others copy them as they come."""
-    tag = session.number << 24
+    tag, threads = session.number << 24, session.num_threads
     num_pieces = 0
     for low in range(0, raw.numel(), STAGING_BYTES):
         if low:
@@ -47,8 +48,8 @@ def _broadcast_in_pipeline(session: CollectiveSession, raw: Tensor, src: int, pl
             piece = session.segment.tensor(place + start - low, stop - start, torch.uint8)
             num_pieces += 1
             if session.rank == src:
-                piece.copy_(raw[start:stop])
+                copy(piece, raw[start:stop], threads)
                 session.control.publish(PIECES, tag | num_pieces)
             else:
                 session.await_word(src, PIECES, tag | num_pieces)
-                raw[start:stop].copy_(piece)
+                copy(raw[start:stop], piece, threads)

@@ -29,7 +29,7 @@ from murmura.transports.stalls import StallNotes, WaitDeadline, at_fault, is_rec
 ENTERED = 0  # number of the collective entered last
 ASLEEP = 1  # 1 while the rank sleeps on its wake word
 DIGEST = 2  # of the call, by the parity of its number (2 words)
-PLACE_IN = 4  # where its input lies, by parity (2 words); ~place for a staging area
+PLACE_IN = 4  # where its input lies, by parity (2 words); ~place for a staging area, OFFERED | address elsewhere
 PLACE_OUT = 6  # where its output goes, by parity (2 words)
 PHASE = 8  # synchronisations inside collectives
 PIECES = 9  # number of the collective << 24 | pieces staged in it
@@ -37,7 +37,9 @@ EXITED = 10  # length of the exit notice, once there is one
 CALLED = 11  # number of the collective whose call is told in the call text
 AWAITS = 12  # message << 16 | 1 << 15 if it is to be received | peer + 1, while the rank sleeps in an exchange
 STALLED = 13  # of the world's block: when << 16 | rank + 1 of whom it waits for in vain on any channel; 0 if for nobody
+STAGED_AT = 14  # where its input is staged, if it was offered and a peer's was not
 WAKE = 16  # on a line of its own: written by peers
+NONCE, NONCE_AT = 24, 25  # a number, and where it stands in the memory of the rank's process
 # Bytes of a block
 GONE_AT = 256  # one for each rank, which sets it when it will never look at this block again
 EXIT_NOTICE_AT, EXIT_NOTICE_BYTES = 512, 1536
@@ -96,7 +98,7 @@ class ControlBlock:
         oversubscribed = self.world_size > len(os.sched_getaffinity(0))
         self.spins = 0 if oversubscribed else SPINS
         self._asleep = [self.at[peer] + ASLEEP for peer in self.peers]
-        self._life_fds = list(life_fds)
+        self.life_fds = list(life_fds)
         self._liveness = PidfdPoll({life_fds[peer]: peer for peer in self.peers})
         self._num_wakes = 0
         step = round_up(slot_bytes(self.world_size)) + PAGE_BYTES
@@ -199,7 +201,7 @@ class ControlBlock:
                 deadline.check(awaited)
             else:  # whoever sleeps in an exchange is not at fault, but whom it waits for
                 guilty = at_fault(awaited, self._awaited_by, self.rank)
-                are_stopped = all(process_state(self._life_fds[peer])[1] in STOPPED for peer in guilty)
+                are_stopped = all(process_state(self.life_fds[peer])[1] in STOPPED for peer in guilty)
                 deadline.check(guilty, self._state_of(guilty), certain=are_stopped)
 
     def _awaited_by(self, peer: int) -> list[int]:
@@ -237,7 +239,7 @@ class ControlBlock:
         stories = []
         for peer in awaited:
             story = f"Rank {self.reporter.world_rank(peer)} last entered #{self.read(peer, ENTERED)}"
-            pid, state = process_state(self._life_fds[peer])
+            pid, state = process_state(self.life_fds[peer])
             if state in STOPPED:
                 story += f"; its process (pid {pid}) is stopped"
             elif state:

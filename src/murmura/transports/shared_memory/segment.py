@@ -59,6 +59,7 @@ class Segment:
                 f"rank {rank} cannot map {total / 2**30:.0f} GiB of address space ({error.strerror}). "
                 "Is there a limit on it? `ulimit -v unlimited` lifts it; the memory itself is used only as needed."
             ) from error
+        self.world_size = world_size
         self.arena_bytes = total // world_size
         self._own = rank * self.arena_bytes
         self._arena = Arena(self.arena_bytes)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
+from murmura.errors import PeerTimeout, TransportError
 from murmura.transports.shared_memory import futex
 from murmura.transports.shared_memory.control_block import (
     CALLED,
@@ -13,10 +15,13 @@ from murmura.transports.shared_memory.control_block import (
     PHASE,
     PLACE_IN,
     PLACE_OUT,
+    STAGED_AT,
     ControlBlock,
     digest_of,
 )
+from murmura.transports.shared_memory.peer_memory import OFFERED, PeerMemory
 from murmura.transports.shared_memory.point_to_point import MessageExchange
+from murmura.transports.shared_memory.threads import num_threads
 
 STAGING_BYTES = 64 * 2**20  # at most, for a rank; longer messages go in blocks of this
 TABLE_SECONDS = 2.0  # how long a rank waits for the others' part of the table of a mismatch
@@ -31,6 +36,7 @@ class CollectiveSession:
         self.rank = control.rank
         self.world_size = control.world_size
         self.number = 0
+        self.memory = PeerMemory(control)
         self._messages = messages
         self._operation = ""
         self._timeout = 0.0
@@ -42,6 +48,11 @@ class CollectiveSession:
     def begin(self, number: int, operation: str, timeout: float, *, spin: bool) -> None:
         """Start collective `number`, which errors call `operation`."""
         self.number, self._operation, self._timeout, self._spin = number, operation, timeout, spin
+
+    @property
+    def num_threads(self) -> int:
+        """How many threads may share the work: several in the main thread only, as only that may spin."""
+        return num_threads(self.segment.world_size) if self._spin else 1
 
     def enter(self, call: str, place_in: int = 0, place_out: int = 0) -> None:
         """Enter the collective; return when all have, and have called the same. Places are for the peers to know."""
@@ -114,6 +125,34 @@ class CollectiveSession:
     def places(self, word: int) -> list[int]:
         """Where every rank's input (PLACE_IN) or output (PLACE_OUT) lies."""
         return [self.control.read(rank, word + (self.number & 1)) for rank in range(self.world_size)]
+
+    def stage_offered(self, inputs: list[int], outputs: list[int], num_bytes: int) -> tuple[list[int], list[int]]:
+        """Stage what some ranks offered, because others did not: the places of all ranks, anew."""
+        control = self.control
+        if inputs[self.rank] >= OFFERED:
+            control.words[control.own + STAGED_AT] = ~self.stage(num_bytes)
+        self.sync()
+        staged = {rank: control.read(rank, STAGED_AT) for rank, place in enumerate(inputs) if place >= OFFERED}
+        return (
+            [staged.get(rank, place) for rank, place in enumerate(inputs)],
+            [staged.get(rank, place) for rank, place in enumerate(outputs)],
+        )
+
+    def read_peer(self, peer: int, address: int, target: int, num_bytes: int) -> None:
+        """Copy memory of `peer`, which it offered; if that fails, `peer` is lost, or the kernel has become stricter."""
+        try:
+            self.memory.read(peer, address, target, num_bytes)
+        except OSError as error:
+            with contextlib.suppress(PeerTimeout):  # its death may show a moment later
+                self.control.wait(lambda: [peer], self._operation, TABLE_SECONDS, spin=False)
+            own, other = self.control.reporter.own, self.control.reporter.world_rank(peer)
+            raise TransportError(
+                f"rank {own} could read the memory of rank {other} before, but not in {self._operation} "
+                f"({error.strerror or error}). Did rank {other} change its user or restrict its process?",
+                rank=own,
+                peer=other,
+                operation=self._operation,
+            ) from error
 
     def stage(self, num_bytes: int) -> int:
         """The place of this rank's staging area, for a message of so many bytes or a block of it."""

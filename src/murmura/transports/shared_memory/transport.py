@@ -11,6 +11,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from murmura.collectives.chunks import is_small
 from murmura.collectives.reduction import Reduction
 from murmura.errors import ConfigError
 from murmura.observe.probe import Probe
@@ -153,6 +154,9 @@ class SharedMemoryTransport(Transport):
         self.check_usable()
         return self._segment.allocate(numel, dtype)
 
+    def has_spare_core(self) -> bool:
+        return self._segment.world_size * torch.get_num_threads() < len(os.sched_getaffinity(0))
+
     def observe_waiting(self, probe: Probe | None) -> None:
         self._control.probe = probe
 
@@ -254,8 +258,10 @@ class SharedMemoryTransport(Transport):
     def all_reduce_flat(
         self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None
     ) -> None:
-        reduction = Reduction(op, flat_in.dtype, self.world_size, flat_in.device)
-        all_reduce_in_segment(self._begin(timeout), flat_in, flat_out, reduction, call)
+        session = self._begin(timeout)
+        threaded = not is_small(flat_in.nbytes, self.world_size) and session.num_threads > 1
+        reduction = Reduction(op, flat_in.dtype, self.world_size, flat_in.device, threaded=threaded)
+        all_reduce_in_segment(session, flat_in, flat_out, reduction, call)
 
     def broadcast_flat(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
         broadcast_in_segment(self._begin(timeout), flat.view(torch.uint8), src, call)

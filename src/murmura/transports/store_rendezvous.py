@@ -24,11 +24,11 @@ log = logging.getLogger("murmura")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """A rank's place at the meeting, and the options of the transport that it joins there.
+class StoreRendezvous:
+    """A rank's place in the rendezvous, and the options of the transport that it joins there.
 
     Attributes:
-        store: the store; the meeting uses the part of it that begins with `scope`.
+        store: the store; the rendezvous uses the part of it that begins with `scope`.
         where: says in words where the ranks meet.
         secret: signs what the ranks write, unless it is empty.
         gpu: the number of the GPU that this rank uses, if it uses one.
@@ -58,12 +58,12 @@ class Meeting:
         backend = None if self.group is None else self.group.backend_name(claim.device)
         choice = choose(claims, roster.hosts, group=backend)
         if choice.kind is TransportKind.SHARED_MEMORY:
-            tell(choice, self.rank, self.world_size, self.where)
+            log_choice(choice, self.rank, self.world_size, self.where)
             return SharedMemoryTransport.join(
                 roster.token, self.rank, self.world_size, timeout=self.timeout, secret=self.secret
             )
         if choice.kind is TransportKind.NCCL and self.group is not None and backend == "nccl":
-            tell(choice, self.rank, self.world_size, self.where)
+            log_choice(choice, self.rank, self.world_size, self.where)
             with on_gpu(self.gpu):
                 nccl = self.group.backend("cuda")
                 return ProcessGroupTransport(nccl, check=self.check, timeout=self.timeout, roster=roster)
@@ -71,7 +71,7 @@ class Meeting:
 
     def join(self, choice: Choice, roster: Roster | None = None) -> Transport:
         """Join the transport that the ranks have chosen, one over a network; `roster` if they have signed in here."""
-        tell(choice, self.rank, self.world_size, self.where)
+        log_choice(choice, self.rank, self.world_size, self.where)
         job = self._job() if roster is None else roster.store
         if choice.kind is TransportKind.HIERARCHICAL:
             return HierarchicalTransport.join(
@@ -98,6 +98,6 @@ def on_gpu(number: int | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if number is None else torch.cuda.device(number)
 
 
-def tell(choice: Choice, rank: int, world_size: int, where: str) -> None:
+def log_choice(choice: Choice, rank: int, world_size: int, where: str) -> None:
     """Log which transport was taken, and why."""
     log.info("rank %d of %d takes transport '%s': %s. They met %s.", rank, world_size, choice.kind, choice.why, where)
