@@ -62,7 +62,7 @@ def never(monkeypatch: pytest.MonkeyPatch):
 
 
 def build(path: str, rank: int, pids: dict[int, int], watch=nobody) -> PeerLost:
-    roster = Roster(rank, (0, 0, 0), pids, file_store(path, 3), (0, 1, 2))
+    roster = Roster(rank, (0, 0, 0), pids, file_store(path, 3), (0, 1, 2), "", ())
     with pytest.raises(PeerLost) as caught:
         group_building.build_group(roster, 3, "gloo", 20.0, Reporter(rank, range(3)), watch)
     return caught.value
