@@ -30,13 +30,16 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Each worker collects the files it is given and imports torch twice, ten seconds of a core: so few workers, and few files
+TIMED = tests/faults $(shell grep -rl --include='test_*.py' mark.timed tests)
+
 test: lint
-	$(BIN)/pytest -n 5 -m "not slow and not timed"
-	$(BIN)/pytest -n 3 -m "not slow and timed"
+	$(BIN)/pytest -n 4 -m "not slow and not timed"
+	$(BIN)/pytest -n 3 -m "not slow and timed" $(TIMED)
 
 test-all: lint
 	$(BIN)/pytest -n 3 -m "not timed"
-	$(BIN)/pytest -n 3 -m timed
+	$(BIN)/pytest -n 3 -m timed $(TIMED)
 
 PEERS = gloo$(if $(wildcard $(BIN)/mpiexec),$(COMMA)mpich)
 COMMA := ,

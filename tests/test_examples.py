@@ -17,6 +17,7 @@ import typer
 from torch import nn
 
 from ddp.models import on_ranks
+from forked import murmura, run_forked
 from murmura import DDP, Transport, run_world
 from murmura.algorithms import algorithm_names
 from murmura.tools.cli.main import app
@@ -114,8 +115,8 @@ def test_the_parameter_server_by_hand_and_under_ddp(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", pytest.param("bytegrad", marks=pytest.mark.slow)])
 def test_accumulation_and_mixed_precision_on_launched_ranks(algorithm: str) -> None:
-    command = [sys.executable, "-m", "murmura", "run", "-n", "2", "--algorithm", algorithm]
-    done = subprocess.run([*command, EXAMPLES / "accumulation_and_amp.py"], capture_output=True, text=True, timeout=55)
+    words = ["run", "-n", "2", "--algorithm", algorithm, str(EXAMPLES / "accumulation_and_amp.py")]
+    done = run_forked(murmura, words, timeout=55.0)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) == 3

@@ -10,8 +10,9 @@ import pytest
 
 from murmura import Transport, run_world
 
+# psutil has a module of its own for every system.
 NOT_A_UNIX = """
-import sys
+import sys, psutil
 for name in ("fcntl", "resource", "pwd", "grp", "termios"):
     sys.modules[name] = None
 import murmura, murmura.tools.cli.main

@@ -53,6 +53,7 @@ from murmura.errors import (
     TransportError,
     UsageError,
 )
+from murmura.integrations import c10d
 from murmura.launch import run_world
 from murmura.transports.base import Transport
 from murmura.transports.connect import connect
@@ -65,6 +66,8 @@ from murmura.transports.shared_memory import SharedMemoryTransport
 from murmura.types import DistributedBackend, DistributedRole, Exchanges, ReduceOp, TransportKind
 
 __version__ = "0.1.0"
+
+c10d.register()
 
 __all__ = [
     "DDP",

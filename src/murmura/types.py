@@ -31,6 +31,9 @@ class ReduceOp(StrEnum):
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
 
 
 class DistributedRole(StrEnum):

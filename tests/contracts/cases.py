@@ -16,11 +16,13 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 COMPLEX = (torch.complex64, torch.complex128)
 REDUCIBLE = (*FLOATS, *INTEGERS, *COMPLEX, torch.bool)
-OPS = ("sum", "mean", "min", "max", "product")
+OPS = ("sum", "mean", "min", "max", "product", "band", "bor", "bxor")
 
 
 def is_legal(op: str, dtype: torch.dtype) -> bool:
     """Whether the library promises to reduce `dtype` so."""
+    if op in ("band", "bor", "bxor"):
+        return not (dtype.is_floating_point or dtype.is_complex)
     if dtype.is_complex:
         return op not in ("min", "max")
     if dtype is torch.bool:

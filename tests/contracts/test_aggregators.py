@@ -144,7 +144,7 @@ def check_means(world: World, kind: Kind, size: int, rounds: int) -> None:
             assert not {name for name in wanted if result[name] != wanted[name]}
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [pytest.param(each, marks=[pytest.mark.slow] * (each == 4)) for each in SIZES])
 def test_means_are_the_oracles_to_the_bit(world: World, kind: Kind, size: int) -> None:
     check_means(world, kind, size, rounds=2)
 

@@ -44,8 +44,8 @@ def time_barriers(transport: Transport, rounds: int, way: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("size", "way"), [(2, "barrier"), (4, "barrier"), (3, "ring"), (3, "all_reduce")])
-def test_a_barrier_never_lets_go_early(world: World, size: int, way: str) -> None:
-    rounds = 1000
+@pytest.mark.parametrize("rounds", [250, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_barrier_never_lets_go_early(world: World, size: int, way: str, rounds: int) -> None:
     times = torch.stack(world.run(time_barriers, size, rounds, way))
     came, left = times[:, :, 0], times[:, :, 1]
     early = (came.amax(dim=0) > left.amin(dim=0)).nonzero().flatten().tolist()

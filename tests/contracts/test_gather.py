@@ -44,7 +44,7 @@ def reduce_all(transport: Transport, whole: bool) -> dict[Any, tuple[str, str, s
     return results
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 3)), 5])
 def test_sums_of_whole_numbers(world: World, size: int) -> None:
     check_reductions(world, size, whole=True)
 

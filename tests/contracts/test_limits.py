@@ -103,7 +103,7 @@ def open_and_drop(transport: Transport, closes: bool) -> tuple[list[int], int]:
     """How far the memory of this rank reaches after channels whose staging areas are large, one after the other."""
     assert isinstance(transport, SharedMemoryTransport)
     reach = []
-    for _ in range(6):
+    for _ in range(4):
         channel = transport.channel("side")
         channel.all_reduce(torch.ones(2**18))
         peer = 1 - transport.rank

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forked import run_forked, torchrun
 from murmura import (
     ConfigError,
     DistributedConfig,
@@ -344,9 +343,8 @@ with connect() as transport:
 def test_connect_under_torchrun_whose_agent_holds_the_port(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    variables = {**os.environ, "MURMURA_TRANSPORT": "gloo", "MURMURA_TIMEOUT": "30", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=50)
+    variables = {"MURMURA_TRANSPORT": "gloo", "MURMURA_TIMEOUT": "30", "OMP_NUM_THREADS": "1"}
+    ended = run_forked(torchrun, ["--standalone", "--nproc-per-node", "2", str(script)], variables=variables)
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.split("\n"))[-2:] == [
         f"ProcessGroupTransport {rank} of 2: 3.0 3.0" for rank in range(2)

@@ -21,7 +21,8 @@ from worlds import OTHER_WAYS, World, those
 
 SIZES = (1, 2, 3, 4, 5, 8)
 SHORT = (0, 1, 3, 1001)
-LONG = 1_000_003
+LONG = 300_007
+LONGEST = 1_000_003
 SMALL_BYTES = 256 * 1024  # where the order of summation changes: (ranks - 1) x bytes
 STAGING_BYTES = 64 * 2**20  # what shared memory copies at a time
 
@@ -58,7 +59,7 @@ def check_cases(world: World, size: int, cases: Sequence[Case]) -> None:
     assert not faults, f"{len(faults)} faults in {len(cases)} cases:\n" + "\n".join(faults[:20])
 
 
-@pytest.mark.parametrize("size", [pytest.param(each, marks=pytest.mark.slow if each > 4 else ()) for each in SIZES])
+@pytest.mark.parametrize("size", [pytest.param(each, marks=pytest.mark.slow if each > 3 else ()) for each in SIZES])
 def test_short_buffers(world: World, size: int) -> None:
     check_cases(world, size, grid(SHORT, REDUCIBLE))
 
@@ -73,7 +74,7 @@ def test_where_the_order_of_summation_changes(world: World, size: int) -> None:
     check_cases(world, size, cases)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [pytest.param(each, marks=[pytest.mark.slow] * (each in (1, 4))) for each in SIZES])
 def test_long_buffers(world: World, size: int) -> None:
     cases = [Case(LONG, torch.float32, op, exact=False) for op in OPS]
     cases += [Case(LONG, torch.bfloat16, op, exact=False) for op in ("sum", "mean", "max")]
@@ -105,7 +106,7 @@ def test_other_ways_to_reduce_long_buffers_of_every_dtype(world: World, size: in
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", SIZES)
 def test_long_buffers_of_every_dtype(world: World, size: int) -> None:
-    check_cases(world, size, grid([4097, 262_147, LONG], REDUCIBLE))
+    check_cases(world, size, grid([4097, 262_147, LONGEST], REDUCIBLE))
 
 
 # Known answers
@@ -160,19 +161,16 @@ def reduce_special(transport: Transport, length: int) -> dict[tuple[torch.dtype,
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("length", [36, 200_016])
-def test_special_values_are_the_same_on_every_rank(world: World, size: int, length: int) -> None:
+@pytest.mark.parametrize("length", [36, 132_012])
+def test_special_values_are_the_same_on_every_rank_and_nan_is_passed_on_by_every_op(
+    world: World, size: int, length: int
+) -> None:
     by_rank = world.run(reduce_special, size, length)
     for key, first in by_rank[0].items():
         assert {digest(results[key]) for results in by_rank} == {digest(first)}, key
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("length", [36, 200_016])
-def test_nan_is_passed_on_by_every_op(world: World, size: int, length: int) -> None:
     brings_nan = torch.tensor([first != first or second != second for first in SPECIAL for second in SPECIAL])
     brings_nan = brings_nan.repeat(-(-length // 36))[:length]
-    for (_, op), result in world.run(reduce_special, size, length)[0].items():
+    for (_, op), result in by_rank[0].items():
         if op in ("min", "max"):
             if not world.exact:
                 continue  # the library of others decides
@@ -182,7 +180,7 @@ def test_nan_is_passed_on_by_every_op(world: World, size: int, length: int) -> N
 
 # Tensors of every form
 
-SHAPE = (7, 5), (601, 512)  # one of each order of summation
+SHAPE = (7, 5), (271, 256)  # one of each order of summation
 
 
 def ordinary(transport: Transport, values: Tensor) -> Tensor:
@@ -424,7 +422,10 @@ def reduce_huge(transport: Transport, numel: int, num_allocated: int) -> bool:
 
 
 @pytest.mark.parametrize("world", [*those(lambda world: world.arena), *slow_other_ways])
-@pytest.mark.parametrize(("size", "num_allocated"), [(2, 0), (2, 1), (3, 0), (3, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("size", "num_allocated"),
+    [(2, 1), (3, 0), (3, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 0), (3, 3)))],
+)
 def test_more_than_the_staging_area(world: World, size: int, num_allocated: int) -> None:
     assert world.run(reduce_huge, size, STAGING_BYTES // 4 + 300_001, num_allocated) == [True] * size
 
@@ -530,10 +531,10 @@ def churn_allocated(transport: Transport, rounds: int) -> list[str]:
             faults.append(f"turn {turn}: not zeroed")
         transport.all_reduce(tensor.fill_(1.0))
         alive.append(tensor)
-        spoilt = [buffer.numel() for buffer in alive[:-1] if buffer.unique().tolist() != [buffer.numel()]]
+        spoilt = [buffer.numel() for buffer in alive[:-1] if not buffer.eq(buffer.numel()).all()]
         if spoilt:  # each was left full of its own length
             faults.append(f"turn {turn}: buffers of {spoilt} elements were overwritten")
-        if tensor.unique().tolist() != [float(transport.world_size)]:
+        if not tensor.eq(transport.world_size).all():
             faults.append(f"turn {turn}: wrong sum")
         tensor.fill_(float(length))
         if len(alive) > 4:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+
+from forked import run_forked, script
+from launch.test_secret import free_port
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "from_torch_ddp.py"
 CHANGED = re.compile(r"^( *)(?:\S.*)  # torch: (.*)$", re.MULTILINE)
@@ -34,11 +36,15 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def train(scripts: dict[str, Path]) -> Train:
     def run(wrapper: str, num_epochs: int, folder: Path) -> list[list[float]]:
         """The numbers printed for each epoch, by two processes; a checkpoint in `folder` is taken up."""
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command = [*torchrun, str(scripts[wrapper]), f"--epochs={num_epochs}", f"--folder={folder}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
-        assert done.returncode == 0, done.stderr
-        return [[float(number) for number in re.findall(r"\d+\.?\d*", line)] for line in done.stdout.splitlines()]
+        words = [str(scripts[wrapper]), f"--epochs={num_epochs}", f"--folder={folder}"]
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}  # as torchrun says it
+        with ThreadPoolExecutor(2) as threads:
+            places = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+            ranks = [threads.submit(run_forked, script, words, variables=place) for place in places]
+        ended = [rank.result() for rank in ranks]
+        assert [each.returncode for each in ended] == [0, 0], "\n".join(each.stderr for each in ended)
+        printed = "".join(each.stdout for each in ended)
+        return [[float(number) for number in re.findall(r"\d+\.?\d*", line)] for line in printed.splitlines()]
 
     return run
 

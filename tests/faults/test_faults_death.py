@@ -8,14 +8,14 @@ from culprits import PAYLOADS
 from expect import DEATH_SECONDS, PROMPT_SECONDS, expect_lost, expect_timeout
 from scenario import NUM_HEALTHY, World
 
+from worlds import pairs
+
 OUTSIDE = ("be_absent", "go_on")  # the signal strikes while the others wait for the culprit, or at any moment
 
 
-@pytest.mark.parametrize("moment", OUTSIDE)
-@pytest.mark.parametrize("payload", PAYLOADS)
-@pytest.mark.parametrize(("world_size", "culprit"), [(2, 0), (3, 1), (4, 3)])
-def test_every_rank_names_a_killed_rank_within_two_seconds(world_size, culprit, payload, moment):
-    _kill_one(world_size, culprit, payload, moment)
+@pairs(place=[(2, 0), (3, 1), (4, 3)], payload=PAYLOADS, moment=OUTSIDE)
+def test_every_rank_names_a_killed_rank_within_two_seconds(place, payload, moment):
+    _kill_one(*place, payload, moment)
 
 
 @pytest.mark.slow

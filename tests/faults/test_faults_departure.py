@@ -7,6 +7,8 @@ from expect import DEATH_SECONDS, expect_lost
 from scenario import NUM_HEALTHY, World
 from traces import is_gone
 
+from contracts.grids import grid
+
 STORIES = {
     "raise_error": "raised ValueError: the loader broke",
     "return_early": "closed its transport and left",
@@ -27,10 +29,9 @@ def test_threads_name_the_rank_that_left_and_tell_its_story(world_size, culprit,
     _let_one_leave("threads", world_size, culprit, payload, fault)
 
 
-@pytest.mark.parametrize("fault", STORIES)
-@pytest.mark.parametrize(("world_size", "culprit", "payload"), WORLDS)
-def test_processes_name_the_rank_that_left_and_tell_its_story(world_size, culprit, payload, fault):
-    _let_one_leave("processes", world_size, culprit, payload, fault)
+@grid("where, fault", WORLDS, [*STORIES], sample=2)
+def test_processes_name_the_rank_that_left_and_tell_its_story(where, fault):
+    _let_one_leave("processes", *where, fault)
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ from culprits import LARGE, PAYLOADS, SMALL
 from expect import PROMPT_SECONDS, expect_mismatch
 from scenario import World
 
+from contracts.grids import grid
+
 COLLECTIVES = {  # what stands in the table for the culprit; {} is a number of elements
     "call_barrier": "barrier()",
     "call_broadcast": "broadcast(src=0) of float32[{}]",
@@ -34,10 +36,9 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("fault", COLLECTIVES)
-@pytest.mark.parametrize(("kind", "world_size", "culprit", "payload"), SOME)
-def test_another_collective(kind, world_size, culprit, payload, fault):
-    _call_another_collective(kind, world_size, culprit, payload, fault)
+@grid("where, fault", SOME, [*COLLECTIVES], sample=2)
+def test_another_collective(where, fault):
+    _call_another_collective(*where, fault)
 
 
 @pytest.mark.slow

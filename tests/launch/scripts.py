@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from forked import murmura, run_forked
+
 COMMAND = [sys.executable, "-m", "murmura", "run"]
 
 TELL = """
@@ -92,5 +94,4 @@ def write(folder: Path, text: str) -> str:
 
 
 def murmura_run(*words: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    line = ["env", *(f"{name}={value}" for name, value in variables.items()), *COMMAND, *words]
-    return subprocess.run(line, capture_output=True, text=True, timeout=50, cwd=cwd)
+    return run_forked(murmura, ["run", *words], cwd=cwd, variables=variables)

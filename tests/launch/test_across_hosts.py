@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from launch.scripts import COMMAND, murmura_run
+from launch.training import train
+from murmura import run_world
 from murmura.tools.lab import Hosts
 from tools.lab.conditions import needs_namespaces
 
@@ -26,9 +28,16 @@ PORT = 29511  # in namespaces of the test's own
 def one_host(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What four ranks of one host come to."""
     folder = tmp_path_factory.mktemp("one_host")
-    done = murmura_run("-n", "4", SCRIPT, str(folder))
-    assert done.returncode == 0, done.stderr
+    run_world(train, 4, folder, kind="processes")
     return agreed(folder, hosts=(0, 0, 0, 0))
+
+
+@pytest.mark.slow
+def test_murmura_run_trains_on_one_host_as_run_world_does(one_host: dict[str, Any], tmp_path: Path) -> None:
+    done = murmura_run("-n", "4", SCRIPT, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    weights = agreed(tmp_path, hosts=(0, 0, 0, 0))
+    assert all(torch.equal(weights[name], expected) for name, expected in one_host.items())
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +50,8 @@ def agreed(folder: Path, hosts: Sequence[int]) -> dict[str, Any]:
     """The weights that all four ranks hold, to the bit."""
     results = [torch.load(folder / f"rank{rank}.pt") for rank in range(4)]
     assert [result["hosts"] for result in results] == [tuple(hosts)] * 4
+    kind = "HierarchicalTransport" if len({*hosts}) > 1 else "SharedMemoryTransport"
+    assert [result["transport"] for result in results] == [kind] * 4
     for result in results[1:]:
         for name, weights in result["weights"].items():
             assert torch.equal(weights, results[0]["weights"][name]), f"{name} differs between ranks"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import resource
 import subprocess
-import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from launch.scripts import COMMAND, TELL, murmura_run, write
+from forked import murmura, run_forked
+from launch.scripts import TELL, murmura_run, write
 from murmura import MurmuraError, Transport, run_world
 
 MUCH = "print('x' * 100_000)"
@@ -18,9 +20,14 @@ MUCH = "print('x' * 100_000)"
 
 def limited(limit: str, value: int, *words: str) -> subprocess.CompletedProcess[str]:
     """`murmura run` under a limit of resource's name."""
-    first = f"import os, resource, sys; resource.setrlimit(resource.{limit}, ({value}, {value}))"
-    script = f"{first}; os.execv(sys.argv[1], sys.argv[1:])"
-    return subprocess.run([sys.executable, "-c", script, *COMMAND, *words], capture_output=True, text=True, timeout=50)
+    return run_forked(murmura_under_a_limit, [limit, str(value), "run", *words])
+
+
+def murmura_under_a_limit(words: Sequence[str]) -> None:
+    limit, value, *rest = words
+    resource.setrlimit(getattr(resource, limit), (int(value), int(value)))
+    tempfile.tempdir = None  # a new process has yet to look for it
+    murmura(rest)
 
 
 def test_a_log_dir_that_is_a_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launch.scripts import COMMAND, FAIL, ONCE, REDUCE, write
+from launch.scripts import COMMAND, FAIL, ONCE, REDUCE, murmura_run, write
 from launch.test_secret import ADVICE, as_threads, free_port
 from murmura import ConfigError, RendezvousError
 from murmura.launch.multi_host import LauncherGroup
@@ -26,22 +26,14 @@ def run_nodes(words: Sequence[str], options: Sequence[Sequence[str]], **variable
     """The same words on each of the hosts, with options of its own."""
     address = f"127.0.0.1:{free_port()}"
     common = ["--nnodes", str(len(options)), "--coordinator", address]
-    settings = [f"{name}={value}" for name, value in {"MURMURA_TIMEOUT": "30", **variables}.items()]
-    launchers = [
-        subprocess.Popen(
-            ["env", *settings, *COMMAND, *common, "--node-rank", str(node), *own, *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node, own in enumerate(options)
-    ]
-    try:
-        return [(launcher.wait(45), *launcher.communicate()) for launcher in launchers]
-    finally:
-        for launcher in launchers:
-            launcher.kill()
-            launcher.communicate()
+    settings = {"MURMURA_TIMEOUT": "30", **variables}
+    with ThreadPoolExecutor(len(options)) as threads:
+        launchers = [
+            threads.submit(murmura_run, *common, "--node-rank", str(node), *own, *words, **settings)
+            for node, own in enumerate(options)
+        ]
+    ended = [launcher.result() for launcher in launchers]
+    return [(each.returncode, each.stdout, each.stderr) for each in ended]
 
 
 def meet(*hosts: dict[str, Any]) -> list[Any]:

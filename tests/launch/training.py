@@ -17,21 +17,25 @@ STEPS = 50
 
 
 def main(folder: Path) -> None:
+    with murmura.connect() as transport:
+        train(transport, folder)
+
+
+def train(transport: murmura.Transport, folder: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 3)).double()
-    with murmura.connect() as transport:
-        ddp = murmura.DDP(model, transport)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-        data = torch.Generator().manual_seed(1 + transport.rank)
-        for _ in range(STEPS):
-            x = torch.randn(8, 12, generator=data, dtype=torch.float64)
-            optimizer.zero_grad()
-            nn.functional.mse_loss(ddp(x), x[:, :3].sin()).backward()
-            optimizer.step()
-        ddp.close()
-        told = {"hosts": tuple(transport.hosts), "transport": type(transport).__name__}
-        torch.save({**told, "weights": model.state_dict()}, folder / f"rank{transport.rank}.pt")
+    ddp = murmura.DDP(model, transport)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    data = torch.Generator().manual_seed(1 + transport.rank)
+    for _ in range(STEPS):
+        x = torch.randn(8, 12, generator=data, dtype=torch.float64)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(x), x[:, :3].sin()).backward()
+        optimizer.step()
+    ddp.close()
+    told = {"hosts": tuple(transport.hosts), "transport": type(transport).__name__}
+    torch.save({**told, "weights": model.state_dict()}, folder / f"rank{transport.rank}.pt")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,8 @@ def combine(one: Tensor, other: Tensor, op: str) -> Tensor:
         return torch.minimum(one, other)
     if op == "max":
         return torch.maximum(one, other)
+    if op in ("band", "bor", "bxor"):
+        return {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}[op](one, other)
     raise AssertionError(op)
 
 

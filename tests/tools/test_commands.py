@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from torch import nn
 from typer.testing import CliRunner
 
+from forked import murmura, run_forked
 from murmura import DDP, Algorithm, ConfigError, InProcessTransport, MurmuraError, Transport, UsageError
 from murmura.algorithms import algorithm_named, algorithm_names
 from murmura.tools.bench.network_contestants import algorithm_of
@@ -20,7 +19,6 @@ from murmura.tools.experiments import Training, loop, task_named
 from murmura.tools.experiments.recipes import configuration, described
 
 COMMANDS = ("train", "compare", "report", "bench", "doctor", "run", "lab", "algorithms", "migrate")
-MURMURA = [sys.executable, "-m", "murmura"]
 
 
 def test_the_help_names_every_command_and_each_gives_an_example() -> None:
@@ -90,7 +88,7 @@ def test_a_port_in_use_is_the_users_turn(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         words = ["run", "-n", "1", "--nnodes", "2", "--coordinator", address, str(tmp_path / "script.py")]
-        done = subprocess.run([*MURMURA, *words], capture_output=True, text=True, timeout=50)
+        done = run_forked(murmura, words)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: host 0 cannot listen at {address}: ")
     assert done.stderr.endswith("Choose another one, on all hosts.\n")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from contracts.grids import grid
 from murmura import DDP, TracedTransport, Transport, UsageError, run_world
 from murmura.algorithms import (
     AsyncModelAverageAlgorithm,
@@ -153,8 +154,7 @@ def sent_per_step(transport: Transport, name: str, steps: int) -> float:
     return (sum(each.sent_bytes for each in traced.operations) - before) / steps
 
 
-@pytest.mark.parametrize("name", algorithm_names())
-@pytest.mark.parametrize("size", [2, 4])
+@grid("name, size", algorithm_names(), [2, 4], sample=2)
 def test_every_algorithm_sends_what_its_formula_says(name: str, size: int) -> None:
     sent = run_world(sent_per_step, size, name, 20, timeout=SECONDS)
     assert sum(sent) / size == pytest.approx(algorithm_named(name).bytes_per_round(256 * 255, size), rel=0.01)
@@ -263,7 +263,7 @@ def test_step_times_against_the_formulas_are_noticed() -> None:
         (("--bandwidth", "fast"), "bandwidth='fast': write bits per second"),
         (("--bandwidth", ""), "bandwidth='': write bits per second"),
         (("--json", "nowhere/result.json"), "--json nowhere/result.json: there is no folder nowhere."),
-        (("--out", "file/comparison"), "nothing can be written to file/comparison: Not a directory."),
+        (("--out", "file/comparison"), "runs cannot be written to --out file/comparison: Not a directory"),
         (("--out", "full"), "--out full is not empty. Name a new folder."),
     ],
 )

@@ -41,15 +41,29 @@ def reduce(ranks: PointToPoint, flat: Tensor, dst: int, op: ReduceOp, *, timeout
 
 def reduce_scatter(ranks: PointToPoint, flat: Tensor, op: ReduceOp, *, timeout: float | None = None) -> Tensor:
     """Reduce `flat` over all ranks, in rank order, and return the chunk of this rank."""
-    size, rank = ranks.world_size, ranks.rank
+    size = ranks.world_size
     chunks = [flat[slice(*chunk_bounds(flat.numel(), size, index))] for index in range(size)]
-    inputs = [chunks[rank] if peer == rank else torch.empty_like(chunks[rank]) for peer in range(size)]
-    peers = _peers(ranks)
-    ranks.exchange([(chunks[peer], peer) for peer in peers], [(inputs[peer], peer) for peer in peers], timeout=timeout)
-    out = torch.empty_like(chunks[rank])
-    reduction = Reduction(op, flat.dtype, size, flat.device)
-    reduction.reduce([reduction.array(each) for each in inputs], reduction.array(out))
+    out = torch.empty_like(chunks[ranks.rank])
+    reduce_scatter_into(ranks, out, chunks, op, timeout=timeout)
     return out
+
+
+def reduce_scatter_into(
+    ranks: PointToPoint, out: Tensor, parts: Sequence[Tensor], op: ReduceOp, *, timeout: float | None = None
+) -> None:
+    """Reduce every rank's part number r into the `out` of rank r, in rank order; it overlaps no part."""
+    inputs = [part if peer == ranks.rank else torch.empty_like(out) for peer, part in enumerate(parts)]
+    peers = _peers(ranks)
+    ranks.exchange([(parts[peer], peer) for peer in peers], [(inputs[peer], peer) for peer in peers], timeout=timeout)
+    reduction = Reduction(op, out.dtype, ranks.world_size, out.device)
+    reduction.reduce([reduction.array(each) for each in inputs], reduction.array(out))
+
+
+def all_gather_into(ranks: PointToPoint, parts: Sequence[Tensor], own: Tensor, *, timeout: float | None = None) -> None:
+    """Fill part number r from rank r's `own`; all are of one size."""
+    peers = _peers(ranks)
+    ranks.exchange([(own, peer) for peer in peers], [(parts[peer], peer) for peer in peers], timeout=timeout)
+    parts[ranks.rank].copy_(own)
 
 
 def all_gather(ranks: PointToPoint, tensor: Tensor, *, timeout: float | None = None) -> list[Tensor]:

@@ -26,12 +26,17 @@ REDUCIBLE = (
     *HALVES, torch.float32, torch.float64, torch.complex64, torch.complex128, *INTEGERS, torch.bool
 )  # fmt: skip
 
+BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+
 _NUMPY = {
     ReduceOp.SUM: np.add,
     ReduceOp.MEAN: np.add,
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
     ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
 }
 _TORCH = {
     ReduceOp.SUM: torch.add,
@@ -39,6 +44,9 @@ _TORCH = {
     ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,
     ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
 }
 
 
@@ -56,6 +64,8 @@ def check_reducible(op: ReduceOp | str, dtype: torch.dtype) -> ReduceOp:
         raise UsageError("the sum of torch.bool is ambiguous: use op='max' for any, op='min' for all, or cast.")
     if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_complex:
         raise UsageError(f"complex numbers have no order, so op='{op}' of {dtype} is refused.")
+    if op in BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        raise UsageError(f"op='{op}' combines bits, and {dtype} is a number: use an integer dtype or torch.bool.")
     return op
 
 

@@ -22,24 +22,23 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from murmura.collectives import gather, ring
-from murmura.errors import TransportError
+from murmura.errors import TransportError, UsageError
 from murmura.transports import checks
-from murmura.transports.checks import Pairs, describe_call, describe_rows, flatten, store
-from murmura.transports.endpoint import Endpoint
+from murmura.transports.checks import Pairs, Tensors
+from murmura.transports.operations import Operations
 from murmura.transports.serial_executor import Ticket
+from murmura.transports.tagged_messages import TaggedMessages
 from murmura.types import ReduceOp
 
 __all__ = ["Pairs", "Transport"]
 
 Op: TypeAlias = ReduceOp | str
 Seconds: TypeAlias = float | None
-Tensors: TypeAlias = Sequence[Tensor]
 Async: TypeAlias = Literal[True]
 Sync: TypeAlias = Literal[False]
 
 
-class Transport(Endpoint, ABC):
+class Transport(Operations, ABC):
     """A rank's end of a world of ranks that exchange tensors.
 
     Attributes:
@@ -55,13 +54,7 @@ class Transport(Endpoint, ABC):
         reporter: makes the errors of this rank, in ranks of the world.
     """
 
-    device: torch.device | None = None
-
     # What the author of a transport writes
-
-    def do_exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
-        """Carry out `exchange`, whose arguments have been checked; runs in its turn, in some thread."""
-        raise NotImplementedError(f"{type(self).__name__} must define do_exchange.")
 
     @abstractmethod
     def split(self, name: str, ranks: Sequence[int] | None = None) -> Transport | None:
@@ -114,6 +107,10 @@ class Transport(Endpoint, ABC):
     def subgroup(self, ranks: Sequence[int]) -> Transport | None:
         """The transport of `ranks` only; None on the other ranks."""
         return self.split("subgroup-" + "-".join(map(str, ranks)), ranks)
+
+    def tagged_messages(self) -> TaggedMessages:
+        """Point-to-point messages with tags, from any source, outside the order of this channel; collective."""
+        raise UsageError(f"{type(self).__name__} has no tagged messages. Use exchange, or a channel for each tag.")
 
     # Collectives
 
@@ -273,6 +270,54 @@ class Transport(Endpoint, ABC):
             "all_to_all", lambda: self.do_all_to_all(sends, recvs, timeout), async_op, sends, recvs
         )
 
+    @overload
+    def all_gather_into(
+        self, out: Tensor | Tensors, tensor: Tensor, *, async_op: Sync = ..., timeout: Seconds = ...
+    ) -> Tensor | Tensors: ...
+    @overload
+    def all_gather_into(
+        self, out: Tensor | Tensors, tensor: Tensor, *, async_op: Async, timeout: Seconds = ...
+    ) -> Ticket: ...
+    def all_gather_into(
+        self, out: Tensor | Tensors, tensor: Tensor, *, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Fill `out` with every rank's tensor, in rank order; all have the same number of elements.
+
+        `out` is one tensor, of which `tensor` may be this rank's part, or a list with a tensor for each rank.
+        """
+        checks.check_all_gather_into(out, tensor, timeout, self.world_size)
+        received = [out] if isinstance(out, Tensor) else out
+        return self.run_operation(
+            "all_gather_into", lambda: self.do_all_gather_into(out, tensor, timeout), async_op, [tensor], received
+        )
+
+    @overload
+    def reduce_scatter_into(
+        self, out: Tensor, tensor: Tensor | Tensors, op: Op = ..., *, async_op: Sync = ..., timeout: Seconds = ...
+    ) -> Tensor: ...
+    @overload
+    def reduce_scatter_into(
+        self, out: Tensor, tensor: Tensor | Tensors, op: Op = ..., *, async_op: Async, timeout: Seconds = ...
+    ) -> Ticket: ...
+    def reduce_scatter_into(
+        self,
+        out: Tensor,
+        tensor: Tensor | Tensors,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Reduce `tensor` over all ranks, in rank order, and fill `out` with this rank's equal part of the result.
+
+        `tensor` is one tensor, of which `out` may be this rank's part, or a list with a part for each rank.
+        """
+        op = checks.check_reduce_scatter_into(out, tensor, op, timeout, self.world_size)
+        sent = [tensor] if isinstance(tensor, Tensor) else tensor
+        return self.run_operation(
+            "reduce_scatter_into", lambda: self.do_reduce_scatter_into(out, tensor, op, timeout), async_op, sent, [out]
+        )
+
     # Memory
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
@@ -290,80 +335,3 @@ class Transport(Endpoint, ABC):
                 rank=own,
                 operation="allocate",
             ) from error
-
-    # Each operation, in its turn, with arguments that have been checked; a decorator hands these to the one inside
-
-    def do_all_reduce(self, tensor: Tensor, op: ReduceOp, out: Tensor | None, timeout: float | None) -> Tensor:
-        target = tensor if out is None else out
-        flat_out = flatten(target, self.device, load=out is None)
-        flat_in = flat_out if out is None else flatten(tensor, self.device)
-        if self.world_size == 1:
-            flat_out.copy_(flat_in)
-        else:
-            self.all_reduce_flat(flat_in, flat_out, op, describe_call("all_reduce", op, tensor), timeout)
-        store(flat_out, target)
-        return target
-
-    def do_broadcast(self, tensor: Tensor, src: int, timeout: float | None) -> Tensor:
-        if self.world_size > 1:
-            flat = flatten(tensor, self.device, load=self.rank == src)
-            self.broadcast_flat(flat, src, describe_call("broadcast", f"src={src}", tensor), timeout)
-            store(flat, tensor)
-        return tensor
-
-    def do_barrier(self, timeout: float | None) -> None:
-        self.compare_calls("barrier()", timeout)
-        ring.barrier(self, timeout=self.seconds(timeout))
-
-    def do_reduce(self, tensor: Tensor, dst: int, op: ReduceOp, timeout: float | None) -> Tensor:
-        self.compare_calls(describe_call("reduce", f"{op}, dst={dst}", tensor), timeout)
-        flat = flatten(tensor, self.device)
-        if self.world_size > 1:
-            gather.reduce(self, flat, dst, op, timeout=self.seconds(timeout))
-        if self.rank == dst:
-            store(flat, tensor)
-        return tensor
-
-    def do_reduce_scatter(self, tensor: Tensor, op: ReduceOp, timeout: float | None) -> Tensor:
-        self.compare_calls(describe_call("reduce_scatter", op, tensor), timeout)
-        flat = flatten(tensor, self.device)
-        if self.world_size == 1:
-            return flat.clone().to(tensor.device)
-        return gather.reduce_scatter(self, flat, op, timeout=self.seconds(timeout)).to(tensor.device)
-
-    def do_all_gather(self, tensor: Tensor, timeout: float | None) -> list[Tensor]:
-        self.compare_calls(f"all_gather() of {describe_rows(tensor)}", timeout)
-        return gather.all_gather(self, tensor.detach().contiguous(), timeout=self.seconds(timeout))
-
-    def do_gather(self, tensor: Tensor, dst: int, timeout: float | None) -> list[Tensor] | None:
-        self.compare_calls(f"gather(dst={dst}) of {describe_rows(tensor)}", timeout)
-        return gather.gather(self, tensor.detach().contiguous(), dst, timeout=self.seconds(timeout))
-
-    def do_scatter(self, tensors: Tensors | None, src: int, out: Tensor, timeout: float | None) -> Tensor:
-        self.compare_calls(f"scatter(src={src})", timeout)
-        gather.scatter(self, tensors, src, out.detach(), timeout=self.seconds(timeout))
-        return out
-
-    def do_all_to_all(self, sends: Tensors, recvs: Tensors, timeout: float | None) -> None:
-        self.compare_calls("all_to_all()", timeout)
-        gather.all_to_all(self, sends, [out.detach() for out in recvs], timeout=self.seconds(timeout))
-
-    # For transports that can do better, with flat contiguous tensors; `call` is what the ranks must agree on, in words
-
-    def all_reduce_flat(
-        self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None
-    ) -> None:
-        """Reduce `flat_in` over all ranks into `flat_out`, which may be the same tensor."""
-        self.compare_calls(call, timeout)
-        if flat_out is not flat_in:
-            flat_out.copy_(flat_in)
-        ring.all_reduce(self, flat_out, op, timeout=self.seconds(timeout))
-
-    def broadcast_flat(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
-        """Overwrite `flat` with rank `src`'s."""
-        self.compare_calls(call, timeout)
-        ring.broadcast(self, flat, src, timeout=self.seconds(timeout))
-
-    def compare_calls(self, call: str, timeout: float | None) -> None:
-        """Raise `CollectiveMismatch` if the ranks called something else; a transport that cannot tell does nothing."""
-        return

@@ -21,6 +21,8 @@ log = logging.getLogger("murmura")
 Pairs: TypeAlias = Sequence[tuple[Tensor, int]]
 """The messages of an exchange: tensors, each with the rank that it goes to or comes from."""
 
+Tensors: TypeAlias = Sequence[Tensor]
+
 
 class Check(StrEnum):
     """When ranks compare what they call."""
@@ -130,6 +132,39 @@ def check_reduce_scatter(tensor: Tensor, op: ReduceOp | str, timeout: float | No
     check_timeout(timeout)
     check_dense(tensor)
     return check_reducible(op, tensor.dtype)
+
+
+def check_all_gather_into(out: Tensor | Tensors, tensor: Tensor, timeout: float | None, world_size: int) -> None:
+    check_timeout(timeout)
+    check_dense(tensor)
+    _check_parts(out, tensor, world_size, "out", "tensor")
+    for each in [out] if isinstance(out, Tensor) else out:
+        check_writable(each)
+
+
+def check_reduce_scatter_into(
+    out: Tensor, tensor: Tensor | Tensors, op: ReduceOp | str, timeout: float | None, world_size: int
+) -> ReduceOp:
+    check_timeout(timeout)
+    check_writable(out)
+    _check_parts(tensor, out, world_size, "tensor", "out")
+    return check_reducible(op, out.dtype)
+
+
+def _check_parts(whole: Tensor | Tensors, part: Tensor, world_size: int, what: str, than: str) -> None:
+    """Refuse a `whole`, one tensor or a list, that is not `world_size` times `part`."""
+    if isinstance(whole, Tensor):
+        check_dense(whole)
+        fits = whole.numel() == world_size * part.numel() and whole.dtype == part.dtype
+        wanted = f"{world_size} x {part.numel()} elements of {part.dtype}"
+        told = f"{whole.numel()} elements of {whole.dtype}"
+    else:
+        check_list(whole, world_size, what)
+        fits = all(each.numel() == part.numel() and each.dtype == part.dtype for each in whole)
+        wanted = f"a tensor of {part.numel()} elements of {part.dtype} for each rank"
+        told = ", ".join(describe(each) for each in whole)
+    if not fits:
+        raise UsageError(f"{what} has {told}, but {than} is {describe(part)}: {what} must have {wanted}.")
 
 
 def check_gather(tensor: Tensor, dst: int, timeout: float | None, world_size: int) -> None:

@@ -22,9 +22,10 @@ from murmura.errors import ConfigError
 from murmura.observe.probe import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
-from murmura.transports.checks import describe
+from murmura.transports.checks import describe, flatten
 from murmura.transports.error_reporter import ExitNotice
 from murmura.transports.stalls import WaitDeadline, at_fault, is_recent
+from murmura.transports.tagged_messages import Arrival, Inbox, Message, Receive, TaggedMessages
 from murmura.types import ReduceOp
 
 __all__ = ["InProcessTransport"]
@@ -54,6 +55,7 @@ class _SharedState:
         self.brought: list[list[Any]] = [[None] * world_size, [None] * world_size]
         self.awaits: list[int | None] = [None] * world_size  # whom each rank waits for in an exchange
         self.messages: dict[tuple[int, int], deque[_Message]] = {}
+        self.inboxes = [Inbox() for _ in range(world_size)]  # of tagged messages
         self.exited: dict[int, ExitNotice] = {}
         self.splits: dict[Any, _SharedState] = {}  # that not all of their ranks have joined yet
         self.num_joined = 0
@@ -153,6 +155,11 @@ class InProcessTransport(Transport):
         )
         self.keep_split(split, members)
         return split
+
+    def tagged_messages(self) -> TaggedMessages:
+        channel = self.channel("tagged messages")
+        assert isinstance(channel, InProcessTransport)
+        return _InProcessMessages(channel)
 
     def observe_waiting(self, probe: Probe | None) -> None:
         self._waiting_probe = probe
@@ -309,3 +316,68 @@ class InProcessTransport(Transport):
             deadline.check(at_fault(awaited, state.awaited_by, self.rank) if deadline.remaining <= 0 else awaited)
             state.changed.wait(max(0.001, min(deadline.remaining, 1.0)))
         deadline.end()
+
+
+class _InProcessMessages(TaggedMessages):
+    """Tagged messages between threads: each rank has an inbox, in the state that all share."""
+
+    def __init__(self, channel: InProcessTransport) -> None:
+        super().__init__(channel.rank, channel.world_size)
+        self.channel, self._state = channel, channel._state
+
+    def post_send(self, tensor: Tensor, dst: int, tag: int) -> Message:
+        self.channel.check_usable(f"send(dst={dst})")
+        copy = flatten(tensor, self.channel.device).clone().view(torch.uint8)
+        with self._state.changed:
+            inbox = self._state.inboxes[dst]
+            inbox.arrive(Arrival(self.rank, tag, copy.nbytes, lambda flat: _fill(flat, copy)))
+            inbox.match()
+            self._state.changed.notify_all()
+        return _InProcessMessage(self, Receive(copy, dst, tag, arrived_from=self.rank))
+
+    def post_recv(self, out: Tensor, src: int | None, tag: int) -> Message:
+        self.channel.check_usable("recv")
+        receive = Receive(out.detach(), src, tag)
+        with self._state.changed:
+            self._state.inboxes[self.rank].post(receive)
+        return _InProcessMessage(self, receive)
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+class _InProcessMessage(Message):
+    def __init__(self, messages: _InProcessMessages, receive: Receive) -> None:
+        self._channel, self._receive = messages.channel, receive
+
+    @property
+    def source(self) -> int:  # type: ignore[override]
+        return self._receive.arrived_from
+
+    def done(self) -> bool:
+        return self._receive.ended
+
+    def wait(self, timeout: float | None = None) -> None:
+        receive, channel, state = self._receive, self._channel, self._channel._state
+        peers = [peer for peer in range(channel.world_size) if peer != channel.rank]
+
+        def missing() -> list[int]:
+            if receive.ended:
+                return []
+            if receive.source is not None:
+                return [receive.source]
+            return [peer for peer in peers if state.exit_notice(peer) is None] or peers
+
+        with state.changed:
+            channel.operation = f"recv(src={'any' if receive.source is None else receive.source}, tag={receive.tag})"
+            try:
+                channel._wait(missing, timeout)
+            except BaseException as error:
+                channel.abort(error)
+                raise
+        if receive.error is not None:
+            raise receive.error
+
+
+def _fill(flat: Tensor, raw: Tensor) -> None:
+    flat.view(torch.uint8).copy_(raw)

@@ -12,6 +12,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -89,6 +90,14 @@ class LaunchingTransport(Transport):
     def host_waiting(self, *, with_current: bool = False) -> AbstractContextManager[None]:
         """Inside it the host waits for the device, because it reads what comes; see `CudaLaunches.apart`."""
         return contextlib.nullcontext() if self.launches is None else self.launches.apart(with_current=with_current)
+
+    def _limited(self, options: Any, limit: timedelta | None) -> Any:
+        """`options` of torch's for an operation that may take as long as `limit`."""
+        if self.launches is None:
+            options.timeout = limit
+        else:  # on the current stream; how long it may take is the watchdog's business
+            options.asyncOp = False
+        return options
 
     def communication_stream(self, device: torch.device) -> torch.cuda.Stream:
         return super().communication_stream(device) if self.launches is None else self.launches.order.stream

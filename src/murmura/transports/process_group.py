@@ -30,10 +30,12 @@ from murmura.transports.failure_log import FailureLog, is_timeout
 from murmura.transports.group_building import build_group
 from murmura.transports.launching import LaunchingTransport
 from murmura.transports.liveness import Liveness
+from murmura.transports.process_group_messages import ProcessGroupMessages
 from murmura.transports.rendezvous import Roster, Store, sign_in, under
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.signed_store import SignedStore
 from murmura.transports.stalls import StallNotes, WaitDeadline
+from murmura.transports.tagged_messages import TaggedMessages
 from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp, parse
 
@@ -191,6 +193,11 @@ class ProcessGroupTransport(LaunchingTransport):
             raise
         self.keep_split(split, members)
         return split
+
+    def tagged_messages(self) -> TaggedMessages:
+        channel = self.split("tagged messages")
+        assert channel is not None  # every rank is a member
+        return ProcessGroupMessages(channel)
 
     def on_abort(self, error: BaseException) -> None:
         if self._failure_log is not None and not self.closed:
@@ -387,13 +394,6 @@ class ProcessGroupTransport(LaunchingTransport):
                 operation=operation,
             )
         return self._failure_log.explain(call, operation, waited, awaited=awaited, timed_out=timed_out, told=error)
-
-    def _limited(self, options: Any, limit: timedelta | None) -> Any:
-        if self.launches is None:
-            options.timeout = limit
-        else:  # on the current stream; how long it may take is the watchdog's business
-            options.asyncOp = False
-        return options
 
 
 def _wait(work: Any, deadline: Deadline) -> None:

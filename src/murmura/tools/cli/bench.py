@@ -12,6 +12,7 @@ from murmura import ConfigError
 from murmura.algorithms import algorithm_names
 from murmura.tools.bench.all_reduce import AllReduceSpec, run_all_reduce
 from murmura.tools.bench.all_reduce_contestants import Peer
+from murmura.tools.bench.c10d import C10dSpec, run_c10d
 from murmura.tools.bench.compressors import CompressorsSpec, run_compressors
 from murmura.tools.bench.cuda_ddp import CAST, CudaDDPSpec, run_cuda_ddp
 from murmura.tools.bench.cuda_models import CUDA_MODELS
@@ -22,6 +23,7 @@ from murmura.tools.bench.network import NetworkSpec, run_network
 from murmura.tools.bench.sizes import format_size, parse_size
 from murmura.tools.cli.bench_tables import (
     all_reduce_table,
+    c10d_table,
     compressors_table,
     cuda_ddp_table,
     ddp_tables,
@@ -182,6 +184,34 @@ def _cuda_ddp(spec: CudaDDPSpec, json: Path | None) -> None:
     with showing_progress(spec.stages()) as on_progress:
         report = run_cuda_ddp(spec, on_progress)
     print_result([cuda_ddp_table(report)], report.contestants, json, report.to_json())
+
+
+@app.command()
+def c10d(
+    ranks: Annotated[int, typer.Option("-n", "--ranks", help="Number of ranks, all on this machine.")] = 2,
+    sizes: Annotated[
+        str, typer.Option(help="Sizes of the tensors: a list in bytes, KiB, MiB or GiB.", metavar="LIST")
+    ] = "4KiB,1MiB,25MiB",
+    against: Annotated[
+        str, typer.Option(help="The backend to measure beside murmura's: gloo.", metavar="PEER")
+    ] = "gloo",
+    seconds: Annotated[float, typer.Option(help="Seconds to measure each stage, all contestants together.")] = 3.0,
+    json: Json = None,
+) -> None:
+    """Time calls of torch.distributed, and steps of torch's own DDP and FSDP2, on murmura's backend and on Gloo's.
+
+    murmura runs on ordinary tensors, and on those that its group allocates, as FSDP2 asks it to. The contestants take
+    turns in the same processes, round by round; a time is the median over all rounds of the slowest rank.
+
+    For example: `murmura bench c10d --against gloo --json result.json`
+    """
+    with exit_on_error():
+        one_of(("gloo",), "--against")(against)
+        spec = C10dSpec(ranks=ranks, sizes_bytes=parse_list(sizes, parse_size), seconds=seconds)
+        check_writable(json)
+        with showing_progress([str(stage) for stage in spec.stages()]) as on_progress:
+            report = run_c10d(spec, on_progress)
+        print_result([c10d_table(report)], report.contestants, json, report.to_json())
 
 
 @app.command()

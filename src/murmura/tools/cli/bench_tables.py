@@ -9,6 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from murmura.tools.bench.all_reduce import AllReduceReport
+from murmura.tools.bench.c10d import C10dReport
+from murmura.tools.bench.c10d_contestants import ALLOCATED as GROUP_ALLOCATED
+from murmura.tools.bench.c10d_contestants import BARE as NO_GROUP
 from murmura.tools.bench.compressors import CompressorsReport
 from murmura.tools.bench.cuda_ddp import CudaDDPReport
 from murmura.tools.bench.ddp import BARE, DEFAULT_BUCKETS, HELD_BACK, MURMURA, NOT_OVERLAPPED, OVERLAPPED, TORCH_DDP
@@ -59,6 +62,26 @@ def all_reduce_table(report: AllReduceReport) -> Table:
             *(digits(row.microseconds) for row in rows.values()),
             digits(rows[best].gb_per_s),
             *(Text(" / ").join(ratio(rows[name].ratio[peer]) for name in murmuras) for peer in peers),
+        )
+    return table
+
+
+def c10d_table(report: C10dReport) -> Table:
+    """One row per call and size, or step and batch: microseconds of all, and Gloo's time over murmura's."""
+    machine = report.machine
+    names = [MURMURA, GROUP_ALLOCATED, "gloo", NO_GROUP]
+    table = plain_table(
+        f"torch.distributed, {report.spec.ranks} ranks on {machine.cores} cores ({machine.cpu})",
+        "medians of the slowest rank; ratios: ordinary / allocated tensors; load before: " + digits(report.load_before),
+        ["what", *(f"{_title(name)}\nµs" for name in names), "x Gloo"],
+    )
+    for stage in report.spec.stages():
+        rows = report.rows_of(stage)
+        told = [rows[name].ratio for name in (MURMURA, GROUP_ALLOCATED) if name in rows]
+        table.add_row(
+            str(stage),
+            *(digits(rows[name].microseconds) if name in rows else "-" for name in names),
+            Text(" / ").join(ratio(each) for each in told),
         )
     return table
 

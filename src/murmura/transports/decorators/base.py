@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from murmura.observe.probe import Probe
-from murmura.transports.base import Pairs, Tensors, Transport
+from murmura.transports.base import Pairs, Transport
+from murmura.transports.checks import Tensors
+from murmura.transports.tagged_messages import TaggedMessages
 from murmura.types import ReduceOp
 
 
@@ -44,6 +46,9 @@ class TransportWrapper(Transport):
         wrapped = self.wrap(split)
         self.keep_split(wrapped, ranks)
         return wrapped
+
+    def tagged_messages(self) -> TaggedMessages:
+        return self.inner.tagged_messages()
 
     def observe_waiting(self, probe: Probe | None) -> None:
         self.inner.observe_waiting(probe)
@@ -92,6 +97,14 @@ class TransportDecorator(TransportWrapper):
 
     def do_all_gather(self, tensor: Tensor, timeout: float | None) -> list[Tensor]:
         return self.inner.all_gather(tensor, timeout=timeout)
+
+    def do_all_gather_into(self, out: Tensor | Tensors, tensor: Tensor, timeout: float | None) -> Tensor | Tensors:
+        return self.inner.all_gather_into(out, tensor, timeout=timeout)
+
+    def do_reduce_scatter_into(
+        self, out: Tensor, tensor: Tensor | Tensors, op: ReduceOp, timeout: float | None
+    ) -> Tensor:
+        return self.inner.reduce_scatter_into(out, tensor, op, timeout=timeout)
 
     def do_gather(self, tensor: Tensor, dst: int, timeout: float | None) -> list[Tensor] | None:
         return self.inner.gather(tensor, dst, timeout=timeout)

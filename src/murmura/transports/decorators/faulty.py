@@ -14,7 +14,8 @@ from typing import Any, Self
 import torch
 
 from murmura.errors import ConfigError, TransportClosed
-from murmura.transports.base import Tensors, Transport
+from murmura.transports.base import Transport
+from murmura.transports.checks import Tensors
 from murmura.transports.decorators.base import TransportDecorator
 from murmura.types import parse
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
-from murmura.transports.base import Tensors, Transport
+from murmura.transports.base import Transport
+from murmura.transports.checks import Tensors
 from murmura.transports.decorators.base import TransportDecorator
 
 __all__ = ["TracedOperation", "TracedTransport"]

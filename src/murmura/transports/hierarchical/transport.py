@@ -32,6 +32,7 @@ from murmura.transports.rendezvous import Store, under
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.shared_memory import SharedMemoryTransport
 from murmura.transports.stalls import WaitDeadline
+from murmura.transports.tagged_messages import TaggedMessages
 from murmura.types import ReduceOp, parse
 
 __all__ = ["HierarchicalTransport"]
@@ -123,6 +124,9 @@ class HierarchicalTransport(Transport):
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         self.check_usable()
         return self._inside.allocate(numel, dtype, device)
+
+    def tagged_messages(self) -> TaggedMessages:
+        return self._across.tagged_messages()  # a receive from any source cannot wait for memory and a network at once
 
     def observe_waiting(self, probe: Probe | None) -> None:
         self._inside.observe_waiting(None if probe is None else probe.within(self._members))

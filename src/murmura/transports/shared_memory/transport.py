@@ -17,7 +17,7 @@ from murmura.errors import ConfigError
 from murmura.observe.probe import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Async, Op, Pairs, Seconds, Sync, Transport
-from murmura.transports.checks import check_timeout, describe, describe_call, flatten, store
+from murmura.transports.checks import Tensors, check_timeout, describe, describe_call, flatten, store
 from murmura.transports.error_reporter import ExitNotice
 from murmura.transports.profiling import is_profiled
 from murmura.transports.serial_executor import Ticket
@@ -25,10 +25,13 @@ from murmura.transports.shared_memory import futex, rendezvous
 from murmura.transports.shared_memory.all_reduce import all_reduce_in_segment
 from murmura.transports.shared_memory.broadcast import broadcast_in_segment
 from murmura.transports.shared_memory.control_block import ControlBlock, SegmentNotes, block_bytes, slots_at
+from murmura.transports.shared_memory.gather import all_gather_in_segment, reduce_scatter_in_segment
 from murmura.transports.shared_memory.point_to_point import MessageExchange
 from murmura.transports.shared_memory.segment import Segment, create_memfd
 from murmura.transports.shared_memory.session import CollectiveSession
 from murmura.transports.shared_memory.small_all_reduce import Outcome, SmallAllReduce, can_prepare
+from murmura.transports.shared_memory.tagged_messages import SharedMemoryMessages
+from murmura.transports.tagged_messages import TaggedMessages
 from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp
 
@@ -64,6 +67,7 @@ class SharedMemoryTransport(Transport):
         self._session = CollectiveSession(self._control, self._messages)
         self._small_all_reduces: dict[Any, SmallAllReduce] = {}  # by shape, dtype and operation
         self._prepared: dict[Any, tuple[SmallAllReduce, memoryview, Any]] = {}  # by address too: the views of a tensor
+        self._reductions: dict[Any, Reduction] = {}  # by operation and dtype: making one takes longer than its use
         self._main_thread = main_thread().ident
         self._retire: Callable[[], object] | None = None  # of a channel: frees its memory
 
@@ -153,6 +157,11 @@ class SharedMemoryTransport(Transport):
             return super().allocate(numel, dtype, device)
         self.check_usable()
         return self._segment.allocate(numel, dtype)
+
+    def tagged_messages(self) -> TaggedMessages:
+        channel = self.channel("tagged messages")
+        assert isinstance(channel, SharedMemoryTransport)
+        return SharedMemoryMessages(channel)
 
     def has_spare_core(self) -> bool:
         return self._segment.world_size * torch.get_num_threads() < len(os.sched_getaffinity(0))
@@ -265,6 +274,15 @@ class SharedMemoryTransport(Transport):
 
     def broadcast_flat(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
         broadcast_in_segment(self._begin(timeout), flat.view(torch.uint8), src, call)
+
+    def all_gather_flat(self, parts: Tensors, own: Tensor, call: str, timeout: float | None) -> None:
+        all_gather_in_segment(self._begin(timeout), parts, own, call)
+
+    def reduce_scatter_flat(self, out: Tensor, parts: Tensors, op: ReduceOp, call: str, timeout: float | None) -> None:
+        reduction = self._reductions.get((op, out.dtype))
+        if reduction is None:
+            reduction = self._reductions[op, out.dtype] = Reduction(op, out.dtype, self.world_size, out.device)
+        reduce_scatter_in_segment(self._begin(timeout), out, parts, reduction, call)
 
     def do_barrier(self, timeout: float | None) -> None:
         self.compare_calls("barrier()", timeout)

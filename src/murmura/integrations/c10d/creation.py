@@ -1,0 +1,111 @@
+"""Makes the process groups that torch asks for, with the groups of the other devices in a mixed backend string."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from murmura.errors import ConfigError
+from murmura.integrations.c10d.groups import open_channel
+from murmura.integrations.c10d.process_group import MurmuraProcessGroup
+from murmura.integrations.c10d.work import seconds_of
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+TRIED_VERSIONS = ((2, 11), (2, 13))  # of torch, with which its own tests were run on this backend
+
+
+def create(options: Any, backend_options: Any = None) -> MurmuraProcessGroup:
+    """What torch calls for `init_process_group` and `new_group`, on every member."""
+    warn_of_untried_version()
+    return make_group(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        ranks=list(options.global_ranks_in_group),
+        other_devices=_other_devices(),
+    )
+
+
+def make_group(
+    store: Any,
+    rank: int,
+    world_size: int,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    *,
+    ranks: list[int] | None = None,
+    other_devices: dict[str, str] | None = None,
+) -> MurmuraProcessGroup:
+    """Meet the other ranks at `store`. `other_devices` says which backend serves which other device."""
+    seconds = seconds_of(timeout) or DEFAULT_TIMEOUT.total_seconds()
+    others = _make_others(other_devices or {}, store, rank, world_size, timeout, ranks or [])
+    channel = open_channel(store, rank, world_size, seconds, ranks or [])
+    return MurmuraProcessGroup(channel, store, timeout, others=others)
+
+
+@functools.cache
+def warn_of_untried_version() -> None:
+    """Warn, once, where torch is of a version that nobody has tried."""
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version not in TRIED_VERSIONS:
+        tried = " and ".join(".".join(map(str, each)) for each in TRIED_VERSIONS)
+        warnings.warn(
+            f"the backend murmura was tried with torch {tried}, and this is {torch.__version__}. torch says that the "
+            "interface of backends may change; if something fails, use gloo and tell us.",
+            stacklevel=6,
+        )
+
+
+def _other_devices() -> dict[str, str]:
+    """The backends of a string such as "cpu:murmura,cuda:nccl" that serve other devices.
+
+    torch does not tell a backend of the rest of the string, and forgets the rest when a group written in Python
+    appears; so it is read from the frame of the function of torch's that is making the group.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
+        frame = frame.f_back
+    config = None if frame is None else frame.f_locals.get("backend_config")
+    by_device: dict[str, str] = {} if config is None else dict(config.get_device_backend_map())
+    wrong = [device for device, backend in by_device.items() if str(backend) == "murmura" and device != "cpu"]
+    if wrong:
+        raise ConfigError(
+            f"the backend murmura is for CPU tensors, not for {', '.join(wrong)}. Use "
+            f'"cpu:murmura,{wrong[0]}:nccl", or two groups: new_group(backend="murmura") and new_group(backend="nccl").'
+        )
+    return {device: str(backend) for device, backend in by_device.items() if device != "cpu"}
+
+
+def _make_others(
+    by_device: dict[str, str], store: Any, rank: int, world_size: int, timeout: timedelta, ranks: list[int]
+) -> Any:
+    """A group of torch's own for the tensors of other devices; None if there are none."""
+    if not by_device:
+        return None
+    group = dist.ProcessGroup(store, rank, world_size)
+    for device, backend in by_device.items():
+        own_store = dist.PrefixStore(f"{device}/", store)  # type: ignore[attr-defined]
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            options.global_ranks_in_group = ranks
+            made: Any = dist.ProcessGroupNCCL(own_store, rank, world_size, options)
+            kind = dist.ProcessGroup.BackendType.NCCL
+        elif backend == "gloo":
+            made = dist.ProcessGroupGloo(own_store, rank, world_size, timeout=timeout)
+            kind = dist.ProcessGroup.BackendType.GLOO
+        else:
+            raise ConfigError(
+                f'murmura cannot make the group "{device}:{backend}" beside its own: it knows nccl and gloo. Make two '
+                f'groups: init_process_group("{device}:{backend}") and new_group(backend="murmura").'
+            )
+        made._set_sequence_number_for_group()
+        group._register_backend(torch.device(device), kind, made)
+        group._set_default_backend(kind)
+    return group

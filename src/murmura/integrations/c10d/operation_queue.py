@@ -1,0 +1,166 @@
+"""OperationQueue: the operations of one group run one at a time, in the order they were called.
+
+Whoever waits for an operation runs the queue up to it himself: handing a small one to another thread would cost ten
+times what it takes. The queue has a thread for what nobody waits for: it starts at once on large operations and on
+those with a future, and after LAZY_SECONDS on small ones, for a peer may need them before this rank waits for them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+from murmura.integrations.c10d.errors import GroupPeerTimeout, as_torch_error
+from murmura.integrations.c10d.work import Operation, QueuedWork
+
+LAZY_SECONDS = 0.002
+ACTIVE_SECONDS = 0.1  # how long the thread looks for small operations after the last one, before it sleeps
+DRAIN_PAUSE = 0.001
+TURN_SECONDS = 0.05  # between two looks of a waiting thread at whether it can run the queue itself
+
+
+class OperationQueue:
+    """See the module; `name` is for the thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pending: deque[QueuedWork] = deque()
+        self._running = threading.Lock()  # held by whoever runs an operation
+        self._finished = threading.Condition(threading.Lock())
+        self._num_waiting = 0
+        self._wakeup = threading.Event()
+        self._asleep = True
+        self._urgent = False
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._closed = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued and nothing runs."""
+        return not self._pending and not self._running.locked()
+
+    def drain(self, seconds: float) -> bool:
+        """Let what is queued end, for so long at most; whether it has."""
+        until = time.monotonic() + seconds
+        while not self.idle and time.monotonic() < until:
+            self.wake()
+            time.sleep(DRAIN_PAUSE)
+        return self.idle
+
+    def run(self, operation: Operation, timeout: float | None) -> None:
+        """Run an operation in the caller's thread, after what is queued."""
+        if not self._pending and self._running.acquire(False):
+            try:
+                operation(timeout)
+            except BaseException as error:
+                as_torch_error(error)
+                raise
+            finally:
+                self._running.release()
+            if self._pending:
+                self.wake()
+            return
+        work = QueuedWork(self, lambda _: operation(timeout), ())
+        self._pending.append(work)
+        self.wake()
+        work.wait()
+
+    def submit(self, work: QueuedWork, *, urgent: bool) -> None:
+        """Queue an operation; the thread of the queue begins with it at once if it is urgent."""
+        self._pending.append(work)
+        if urgent:
+            self.wake()
+        elif self._asleep:
+            self._start()
+            self._wakeup.set()
+
+    def complete(self, work: QueuedWork, timeout: float | None) -> None:
+        """Return when `work` has ended; run the queue up to it, unless another thread does."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not work.ended:
+            if self._running.acquire(False):
+                try:
+                    while not work.ended and self._pending:
+                        head = self._pending.popleft()
+                        head.perform(timeout if head is work else None)
+                finally:
+                    self._running.release()
+                self._tell_waiting()
+                if self._pending:
+                    self.wake()
+                continue
+            with self._finished:
+                self._num_waiting += 1
+                self._finished.wait_for(lambda: work.ended, TURN_SECONDS)
+                self._num_waiting -= 1
+            if deadline is not None and not work.ended and time.monotonic() > deadline:
+                raise GroupPeerTimeout(
+                    f"an operation on {self._name} had not ended {timeout:g} s after wait() was called; it goes on. "
+                    "Wait again, or give the group a shorter timeout."
+                )
+
+    def wake(self) -> None:
+        """Let the thread of the queue run what is pending, now."""
+        self._urgent = True
+        self._start()
+        self._wakeup.set()
+
+    def close(self) -> None:
+        """End the thread, after what is queued; the caller has ended the waits of the operations first."""
+        self._closed = True
+        self._wakeup.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            with self._starting:
+                if self._thread is None and not self._closed:
+                    self._thread = threading.Thread(target=self._serve, name=f"murmura-{self._name}", daemon=True)
+                    self._thread.start()
+
+    def _serve(self) -> None:
+        active_until = 0.0
+        seen: QueuedWork | None = None  # the oldest operation at the last look
+        while not (self._closed and not self._pending):
+            now = time.monotonic()
+            oldest = self._oldest()
+            if oldest is not None:
+                active_until = now + ACTIVE_SECONDS
+                if self._closed or self._urgent or oldest is seen:
+                    seen = oldest = None
+                    self._urgent = False
+                    self._run_pending()
+                    continue
+            seen = oldest
+            if oldest is not None or now < active_until:
+                self._wakeup.wait(LAZY_SECONDS)
+            else:
+                self._asleep = True
+                if not self._pending and not self._closed:
+                    self._wakeup.wait()
+                self._asleep = False
+                active_until = time.monotonic() + ACTIVE_SECONDS
+            self._wakeup.clear()
+
+    def _oldest(self) -> QueuedWork | None:
+        try:
+            return self._pending[0]
+        except IndexError:  # perhaps this very moment
+            return None
+
+    def _run_pending(self) -> None:
+        with self._running:
+            while self._pending:
+                work = self._pending.popleft()
+                work.perform()
+                self._tell_waiting()
+                del work  # until the next one comes, nothing of this one is kept alive
+
+    def _tell_waiting(self) -> None:
+        if self._num_waiting:
+            with self._finished:
+                self._finished.notify_all()

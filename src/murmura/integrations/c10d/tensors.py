@@ -1,0 +1,72 @@
+"""What torch hands to a backend, as the transport takes it: flat tensors, and operations by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from murmura.errors import UsageError
+from murmura.types import ReduceOp
+
+_OPS: dict[Any, ReduceOp] = {
+    dist.ReduceOp.SUM: ReduceOp.SUM,
+    dist.ReduceOp.AVG: ReduceOp.MEAN,
+    dist.ReduceOp.MIN: ReduceOp.MIN,
+    dist.ReduceOp.MAX: ReduceOp.MAX,
+    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
+    dist.ReduceOp.BAND: ReduceOp.BAND,
+    dist.ReduceOp.BOR: ReduceOp.BOR,
+    dist.ReduceOp.BXOR: ReduceOp.BXOR,
+}
+_OF_BOOLEANS = {ReduceOp.SUM: ReduceOp.BOR, ReduceOp.PRODUCT: ReduceOp.BAND}  # what these mean for truth values
+
+
+def reduce_op(op: Any, dtype: torch.dtype) -> ReduceOp:
+    """Our name of torch's reduction `op` of tensors of `dtype`."""
+    kind = getattr(op, "op", op)
+    known = _OPS.get(kind)
+    if known is None:
+        raise UsageError(f"the backend murmura has no {kind}. Multiply the tensor by the factor and use ReduceOp.SUM.")
+    return _OF_BOOLEANS.get(known, known) if dtype is torch.bool else known
+
+
+class Flat:
+    """A tensor as one contiguous row of elements: a view of it, or a copy that `store` brings back."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.target = tensor.detach()
+        self._is_view = self.target.is_contiguous() and not self.target.is_conj() and not self.target.is_neg()
+        self.row = self.target.view(-1) if self._is_view else self.target.contiguous().resolve_conj().reshape(-1)
+
+    def store(self) -> None:
+        if not self._is_view:
+            self.target.copy_(self.row.view(self.target.shape))
+
+
+def flat_views(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors as rows, to be read only."""
+    return [Flat(tensor).row for tensor in tensors]
+
+
+def split_rows(tensor: Tensor, sizes: Sequence[int], world_size: int) -> list[Tensor]:
+    """Cut a tensor along its first dimension: `sizes` rows for each rank, or equal parts if none are given."""
+    if not sizes:
+        if tensor.shape[0] % world_size:
+            raise UsageError(
+                f"the {tensor.shape[0]} rows of the tensor are no multiple of the {world_size} ranks. Pass split sizes."
+            )
+        sizes = [tensor.shape[0] // world_size] * world_size
+    if len(sizes) != world_size or sum(sizes) != tensor.shape[0]:
+        raise UsageError(f"split sizes {list(sizes)} must be {world_size} that add up to {tensor.shape[0]} rows.")
+    return list(torch.split(tensor, list(sizes)))
+
+
+def one_dtype(tensors: Sequence[Tensor], what: str) -> None:
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise UsageError(
+            f"the tensors of one {what} must be of one dtype, not {[str(each.dtype) for each in tensors]}."
+        )

@@ -1,0 +1,221 @@
+"""Every collective x reduction x dtype x shape x way of calling x group, on murmura and on Gloo in one world."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool)
+DTYPES = (*FLOATS, *INTEGERS, torch.complex64)
+SHAPES = ((), (1,), (3, 5), (0,), (1000,), (70_001,), "transposed")
+GROUPS = ("world", "pair", "alone")
+REDUCING = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+MOVING = (
+    "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_uneven", "all_gather_object", "all_to_all",
+    "all_to_all_single", "all_to_all_uneven", "gather", "scatter", "send_recv", "batch_isend_irecv", "barrier",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    collective: str
+    op: str
+    dtype: torch.dtype
+    shape: Any
+    is_async: bool
+    group: str
+
+
+def all_cases() -> Iterator[Case]:
+    ways = list(itertools.product(SHAPES, (False, True), GROUPS))
+    for collective, op, dtype in itertools.product(REDUCING, OPS, DTYPES):
+        bits = op in ("BAND", "BOR", "BXOR")
+        if (bits and dtype not in INTEGERS) or (op == "AVG" and dtype in INTEGERS):
+            continue
+        if dtype.is_complex and op not in ("SUM", "AVG"):
+            continue
+        yield from (Case(collective, op, dtype, *way) for way in ways if fits(collective, way[0]))
+    for collective, dtype in itertools.product(MOVING, DTYPES):
+        yield from (Case(collective, "", dtype, *way) for way in ways if fits(collective, way[0]))
+
+
+def fits(collective: str, shape: Any) -> bool:
+    """Whether Gloo refuses it without ending the process: it cuts tensors along their first dimension."""
+    return shape != () or not collective.endswith(("_tensor", "_single", "_uneven"))
+
+
+def sample(count: int) -> list[Case]:
+    """Cases that show every value of every dimension beside many of the others."""
+    return random.Random(0).sample(list(all_cases()), count)
+
+
+def values(case: Case, rank: int, scale: int = 1) -> Tensor:
+    transposed = case.shape == "transposed" and scale == 1
+    shape = (30, 40) if case.shape == "transposed" else case.shape
+    shape = (scale * shape[0], *shape[1:]) if shape else (scale,) * (scale > 1)
+    shape = shape[::-1] if transposed else shape
+    generator = torch.Generator().manual_seed(1000 * rank + scale)
+    if case.dtype.is_floating_point or case.dtype.is_complex:
+        made = torch.randn(shape, generator=generator, dtype=torch.float64) + 1.5
+        made = torch.complex(made, made.flip(0) if made.dim() else made) if case.dtype.is_complex else made
+        made = made.to(case.dtype)
+    else:
+        made = torch.randint(0, 2 if case.dtype is torch.bool else 3, shape, generator=generator).to(case.dtype)
+    return made.t() if transposed else made
+
+
+Collective = Callable[[Case, Any, int, int], list[Tensor]]
+
+
+def call(case: Case, group: Any, rank: int, size: int) -> list[Tensor]:
+    """Carry out the case on `group`, of which this process is `rank`; return what it wrote."""
+    op = getattr(dist.ReduceOp, case.op) if case.op else None
+    options: dict[str, Any] = {"group": group, "async_op": case.is_async}
+    own = values(case, rank)
+    peer_first = dist.get_global_rank(group, 0)
+    out: list[Tensor] = [own.clone()]
+    name, work = case.collective, None
+    if name == "all_reduce":
+        work = dist.all_reduce(out[0], op, **options)
+    elif name == "all_reduce_coalesced":
+        out = [own.clone(), values(case, rank + 10)]
+        with dist._coalescing_manager(group, async_ops=case.is_async) as work:
+            for each in out:
+                dist.all_reduce(each, op, group=group)
+        work = work if case.is_async else None
+    elif name == "reduce":
+        work = dist.reduce(out[0], peer_first, op, **options)
+    elif name == "reduce_scatter":
+        work = dist.reduce_scatter(out[0], [values(case, rank + 10 * each) for each in range(size)], op, **options)
+    elif name == "reduce_scatter_tensor":
+        out = [torch.zeros_like(own).contiguous()]
+        work = dist.reduce_scatter_tensor(out[0], values(case, rank, size).contiguous(), op, **options)
+    elif name == "broadcast":
+        work = dist.broadcast(out[0], peer_first, **options)
+    elif name == "all_gather":
+        out = [torch.zeros_like(own) for _ in range(size)]
+        work = dist.all_gather(out, own, **options)
+    elif name == "all_gather_into_tensor":
+        out = [torch.zeros_like(values(case, rank, size)).contiguous()]
+        work = dist.all_gather_into_tensor(out[0], own.contiguous(), **options)
+    elif name == "all_gather_uneven":
+        out = [torch.zeros_like(values(case, each, each + 1)) for each in range(size)]
+        work = dist.all_gather(out, values(case, rank, rank + 1), **options)
+    elif name == "all_gather_object":
+        told: list[Any] = [None] * size
+        dist.all_gather_object(told, {"rank": rank, "tensor": own}, group=group)
+        out = [each["tensor"] for each in told]
+    elif name == "all_to_all":
+        out = [torch.zeros_like(own) for _ in range(size)]
+        work = dist.all_to_all(out, [values(case, rank + 10 * each) for each in range(size)], **options)
+    elif name == "all_to_all_single":
+        source = values(case, rank, size).contiguous()
+        out = [torch.zeros_like(source)]
+        work = dist.all_to_all_single(out[0], source, **options)
+    elif name == "all_to_all_uneven":
+        counts = [1 + (rank + each) % 2 for each in range(size)]
+        rows = torch.arange(3 * sum(counts)).view(-1, 3).to(case.dtype)
+        out = [torch.zeros_like(rows)]
+        work = dist.all_to_all_single(out[0], rows + rank, counts, counts, **options)
+    elif name == "gather":
+        out = [torch.zeros_like(own) for _ in range(size)] if rank == 0 else []
+        work = dist.gather(own, out or None, peer_first, **options)
+    elif name == "scatter":
+        parts = [values(case, 10 + each) for each in range(size)] if rank == 0 else None
+        work = dist.scatter(out[0], parts, peer_first, **options)
+    elif name in ("send_recv", "batch_isend_irecv"):
+        out, work = _around(case, own, group, rank, size), None
+    elif name == "barrier":
+        work = dist.barrier(**options)
+    if work is not None:
+        work.wait()
+    return out if name != "reduce" or rank == 0 else []
+
+
+def _around(case: Case, own: Tensor, group: Any, rank: int, size: int) -> list[Tensor]:
+    """Each rank sends to the next and receives from the one before it."""
+    own, out = own.contiguous(), torch.zeros_like(own).contiguous()
+    if size == 1:
+        return [own]
+    following, before = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
+    if case.collective == "batch_isend_irecv":
+        messages = [
+            dist.P2POp(dist.irecv, out, before, group, tag=3),
+            dist.P2POp(dist.isend, own, following, group, tag=3),
+        ]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+    elif case.is_async:
+        works = [dist.isend(own, following, group, tag=5), dist.irecv(out, before, group, tag=5)]
+        for work in works:
+            work.wait()
+    elif rank == 0:
+        dist.send(own, following, group)
+        dist.recv(out, before, group)
+    else:
+        dist.recv(out, before, group)
+        dist.send(own, following, group)
+    return [out]
+
+
+def is_equal(one: Tensor, other: Tensor, size: int) -> bool:
+    """To the bit for two ranks; for more, floats within what another order of summation may change."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if size <= 2 or not (one.dtype.is_floating_point or one.dtype.is_complex):
+        return torch.equal(one, other)
+    limits = {torch.float64: 1e-12, torch.float32: 1e-5, torch.complex64: 1e-5}
+    limit = limits.get(one.dtype) or size * torch.finfo(one.dtype).eps
+    wide = torch.complex128 if one.dtype.is_complex else torch.float64
+    return torch.allclose(one.to(wide), other.to(wide), rtol=limit, atol=limit)
+
+
+def compare(cases: list[Case], rank: int, size: int, groups: dict[str, dict[str, Any]]) -> tuple[list[str], int]:
+    """The cases in which murmura's result is not Gloo's, and how many Gloo could carry out."""
+    faults, compared = [], 0
+    for case in cases:
+        if groups["gloo"][case.group] is None:
+            continue
+        members = dist.get_process_group_ranks(groups["gloo"][case.group])
+        own, count = members.index(rank), len(members)
+        try:
+            wanted = call(case, groups["gloo"][case.group], own, count)
+        except (RuntimeError, ValueError, TypeError) as refusal:
+            wanted, told = None, refusal
+        try:
+            came = call(case, groups["murmura"][case.group], own, count)
+        except (RuntimeError, ValueError, TypeError) as refusal:
+            if wanted is not None:
+                faults.append(f"{case} on rank {rank}: {type(refusal).__name__}: {refusal}")
+            continue
+        if wanted is None:
+            del told
+            continue
+        compared += 1
+        if len(came) != len(wanted) or not all(is_equal(*each, count) for each in zip(came, wanted, strict=True)):
+            faults.append(f"{case} on rank {rank}: {came} is not {wanted}"[:600])
+    return faults, compared
+
+
+def run_grid(cases: list[Case]) -> tuple[list[str], int]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pair, alone = [size - 1, 0], [[each] for each in range(size)]
+    groups: dict[str, dict[str, Any]] = {}
+    for backend in ("gloo", "murmura"):
+        made = dist.new_group(sorted(pair), backend=backend)
+        singles = [dist.new_group(each, backend=backend) for each in alone]
+        groups[backend] = {
+            "world": dist.new_group(backend=backend),
+            "pair": made if rank in pair else None,
+            "alone": singles[rank],
+        }
+    return compare(cases, rank, size, groups)

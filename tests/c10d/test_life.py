@@ -1,0 +1,388 @@
+"""The life of a group on the backend: how it is made, what it refuses, how it ends, and what runs beside what."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from c10d.groups import run
+from murmura import ConfigError, PeerTimeout, Transport, TransportError, UsageError, run_world
+from murmura.integrations.c10d import creation
+
+
+def total(group: Any = None) -> float:
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    return tensor[0].item()
+
+
+# Making
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def meet(transport: Transport, how: str, folder: str, port: int) -> float:
+    warnings.simplefilter("error")
+    rank, size = transport.rank, transport.world_size
+    place: dict[str, Any] = {"rank": rank, "world_size": size}
+    if how == "env":
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+        place = {"init_method": "env://"}
+    elif how == "tcp":
+        place["init_method"] = f"tcp://127.0.0.1:{port}"
+    elif how == "file":
+        place["init_method"] = f"file://{folder}/store"
+    else:
+        place["store"] = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("murmura", **place)
+    try:
+        assert dist.get_backend() == "murmura"
+        return total()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["env", "tcp", "file", "store"])
+def test_every_rendezvous(how: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert run_world(meet, 2, how, folder, free_port(), kind="processes", timeout=30) == [2.0, 2.0]
+
+
+def destroy_and_come_back(transport: Transport, folder: str) -> list[float]:
+    totals = []
+    for _ in range(3):
+        dist.init_process_group(
+            "murmura", init_method=f"file://{folder}/store", rank=transport.rank, world_size=transport.world_size
+        )
+        totals.append(total())
+        part = dist.new_group([0, 1])
+        totals.append(total(part))
+        dist.destroy_process_group(part)
+        dist.destroy_process_group()
+        transport.barrier()
+    assert not [each.name for each in threading.enumerate() if "c10d" in each.name and "callback" not in each.name]
+    return totals
+
+
+def test_a_world_can_be_destroyed_and_made_again() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        told = run_world(destroy_and_come_back, 2, folder, kind="processes", timeout=30)
+        assert told == [[2.0] * 6] * 2
+
+
+def groups_of_groups() -> list[float]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    odd = dist.new_group([3, 1])  # torch sorts them
+    alone = [dist.new_group([each]) for each in range(size)][rank]
+    on_gloo = dist.new_group(backend="gloo")
+    inside = dist.new_group([1, 2, 3], backend="murmura")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    totals = [total(halves[rank // 2]), total(alone), total(on_gloo), total(mesh["outer"].get_group())]
+    totals += [total(odd)] if rank in (1, 3) else []
+    totals += [total(inside)] if rank else []
+    return [*totals, total()]
+
+
+def test_groups_of_groups() -> None:
+    told = run(groups_of_groups, 4)
+    assert told[0] == [2, 1, 4, 2, 4]
+    assert told[1] == [2, 1, 4, 2, 2, 3, 4]
+    assert told[2] == [2, 1, 4, 2, 3, 4]
+
+
+def beside_gloo() -> list[float]:
+    """Groups of murmura where the default is Gloo's; the second shares the first one's memory."""
+    first = dist.new_group(backend="murmura")
+    second = dist.new_group([2, 1, 0], backend="murmura")
+    part = dist.new_group([1, 2], backend="murmura")
+    return [total(first), total(second), total(part) if dist.get_rank() else 2.0, total()]
+
+
+def test_groups_beside_gloo() -> None:
+    assert run(beside_gloo, 3, backend="gloo") == [[3.0, 3.0, 2.0, 3.0]] * 3
+
+
+def mixed() -> list[Any]:
+    group: Any = dist.group.WORLD
+    assert [device.type for device in group._device_types] == ["cpu", "cuda"]
+    assert group._get_backend(torch.device("cuda")).name() == "gloo"
+    return [total(), total(dist.new_group([0, 1]))]
+
+
+def test_a_mixed_string_makes_the_groups_of_other_devices() -> None:
+    assert run(mixed, 2, backend="cpu:murmura,cuda:gloo") == [[2.0, 2.0]] * 2
+    assert run(mixed, 2, backend="cuda:gloo,cpu:murmura") == [[2.0, 2.0]] * 2
+
+
+def alone(backend: str) -> None:
+    dist.init_process_group(backend, init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+
+
+def test_murmura_for_another_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match='two groups: new_group\\(backend="murmura"\\) and new_group'):
+        alone("cuda:murmura,cpu:gloo")
+
+
+def test_a_version_of_torch_that_nobody_tried_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "9.9.0")
+    creation.warn_of_untried_version.cache_clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        creation.warn_of_untried_version()
+        creation.warn_of_untried_version()
+    assert [str(each.message) for each in told if "9.9.0" in str(each.message)] != []
+    assert len(told) == 1
+    creation.warn_of_untried_version.cache_clear()
+
+
+ENTRY_POINT = """
+import sys, time, torch, murmura_c10d
+began = time.perf_counter()
+murmura_c10d.register()
+assert time.perf_counter() - began < 1e-3
+assert "murmura" not in sys.modules
+import torch.distributed as dist, tempfile
+dist.init_process_group("murmura", init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
+tensor = torch.ones(2)
+dist.all_reduce(tensor)
+assert "murmura" in sys.modules
+dist.destroy_process_group()
+sys.modules["torch.distributed"] = None
+murmura_c10d.register()
+"""
+
+
+def test_the_entry_point_imports_nothing_and_never_raises() -> None:
+    done = subprocess.run([sys.executable, "-c", ENTRY_POINT], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+
+
+# Refusing
+
+
+def refuse() -> None:
+    for call, words in (
+        (lambda: dist.all_reduce(torch.ones(2, device="meta")), "this process group is for CPU tensors"),
+        (lambda: dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0)), "Multiply the tensor by the factor"),
+        (lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG), "mean of torch.int64"),
+        (lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND), "combines bits"),
+        (lambda: dist.all_gather_into_tensor(torch.ones(3), torch.ones(2)), "must hold 2 x 2 elements"),
+        (lambda: dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX), "to_dense"),
+    ):
+        with pytest.raises((UsageError, RuntimeError, ValueError), match=words):
+            call()
+    assert total() == 2.0  # nothing was sent
+
+
+def test_what_cannot_be_is_refused_before_anything_is_sent() -> None:
+    run(refuse, 2)
+
+
+# Deadlines and the end
+
+
+def time_out() -> None:
+    group: Any = dist.new_group(timeout=timedelta(seconds=0.5))
+    other = dist.new_group()
+    if dist.get_rank() == 0:
+        with pytest.raises(PeerTimeout, match=r"waited 0\.5 s for rank 1"):
+            dist.all_reduce(torch.ones(2), group=group)
+        with pytest.raises(TransportError):  # it has failed for good
+            dist.all_reduce(torch.ones(2), group=group)
+    assert total(other) == 2.0  # another group has not
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        assert work is not None
+        with pytest.raises(PeerTimeout):
+            work.wait(timedelta(seconds=0.3))
+    dist.barrier(group=other)
+
+
+def test_a_deadline_fails_its_group_alone() -> None:
+    run(time_out, 2)
+
+
+def abort() -> str:
+    group: Any = dist.new_group()
+    if dist.get_rank() == 0:
+        threading.Timer(0.2, group.abort).start()
+    began = time.monotonic()
+    with pytest.raises(TransportError) as caught:
+        if dist.get_rank() == 0:
+            dist.recv(torch.ones(1), 1, group=group)
+        else:
+            dist.all_reduce(torch.ones(1), group=group)
+    assert time.monotonic() - began < 5
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_abort_ends_the_waits_of_all_ranks() -> None:
+    _, told = run(abort, 2)
+    assert "rank 0" in told
+
+
+def monitored() -> str:
+    group: Any = dist.group.WORLD
+    group.monitored_barrier(timedelta(seconds=10))
+    if dist.get_rank() == 2:
+        return ""
+    with pytest.raises(PeerTimeout, match="Rank 2 failed to pass monitoredBarrier") as caught:
+        group.monitored_barrier(timedelta(seconds=0.3), wait_all_ranks=True)
+    return str(caught.value)
+
+
+def test_monitored_barrier_names_who_is_missing() -> None:
+    told = run(monitored, 3)
+    assert told[0].startswith("Rank 2 failed")
+    assert "Rank 1 successfully reached" in told[1]
+
+
+# What runs beside what
+
+
+def cross() -> list[float]:
+    """Small operations that nobody waits for, on two groups in opposite orders: somebody must run them."""
+    one, other = dist.new_group(), dist.new_group()
+    groups = [one, other] if dist.get_rank() == 0 else [other, one]
+    tensors = [torch.ones(2), torch.ones(2)]
+    work = dist.all_reduce(tensors[0], group=groups[0], async_op=True)
+    dist.all_reduce(tensors[1], group=groups[1])
+    assert work is not None
+    work.wait()
+    return [tensor[0].item() for tensor in tensors]
+
+
+def test_opposite_orders_on_two_groups_do_not_deadlock() -> None:
+    assert run(cross, 2) == [[2.0, 2.0]] * 2
+
+
+def nest() -> float:
+    """A callback that calls a collective and waits for it, in a callback that does the same."""
+    first = dist.all_reduce(torch.ones(1), async_op=True)
+    assert first is not None
+
+    def again(done: Any) -> Any:
+        work = dist.all_reduce(done.value()[0], async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda inner: inner.value()[0]).wait()
+
+    chained = first.get_future().then(again).then(lambda done: done.value() * 10)
+    return float(chained.wait().item())
+
+
+def test_callbacks_may_call_collectives_and_wait() -> None:
+    assert run(nest, 2) == [40.0, 40.0]
+
+
+def messages_and_collectives() -> None:
+    """Receives that were posted before, and are waited for after, collectives; and completion without a wait."""
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    out = torch.zeros(4)
+    received = dist.irecv(out, peer, tag=1)
+    sent = dist.isend(torch.full((4,), float(rank)), peer, tag=1)
+    dist.all_reduce(torch.ones(10**6))
+    assert received is not None
+    assert sent is not None
+    sent.wait()
+    received.wait()
+    assert out.tolist() == [float(peer)] * 4
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    assert work is not None
+    until = time.monotonic() + 20
+    while not work.is_completed():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert work.is_success()
+
+
+def test_messages_beside_collectives() -> None:
+    run(messages_and_collectives, 2)
+
+
+def coalesce() -> list[float]:
+    tensors = [torch.ones(3), torch.ones(10**6)]
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    manager.wait()
+    return [tensor[-1].item() for tensor in tensors]
+
+
+def test_coalesced_operations_end_with_their_manager() -> None:
+    assert run(coalesce, 2) == [[2.0, 2.0]] * 2
+
+
+def leave_behind() -> list[float]:
+    """Operations that nobody waits for; the group is destroyed right after."""
+    group = dist.new_group()
+    tensors = [torch.ones(3), torch.ones(10**6)]
+    for tensor in tensors:
+        dist.all_reduce(tensor, group=group, async_op=True)
+    dist.destroy_process_group(group)
+    return [tensor[-1].item() for tensor in tensors]
+
+
+def test_destroying_a_group_ends_what_is_queued() -> None:
+    assert run(leave_behind, 2) == [[2.0, 2.0]] * 2
+
+
+def profile() -> list[tuple[str, Any]]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+        dist.all_reduce(torch.ones(3, 4))
+        work = dist.all_reduce(torch.ones(5), async_op=True)
+        assert work is not None
+        work.wait()
+        dist.broadcast(torch.ones(2), 0)
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(7), 1)
+        else:
+            dist.recv(torch.ones(7), 0)
+    return [(event.name, event.input_shapes) for event in profiler.events() if event.name.startswith("c10d::")]
+
+
+def test_operations_are_events_of_the_profiler() -> None:
+    for rank, events in enumerate(run(profile, 2)):
+        assert sorted(events) == sorted(
+            [
+                ("c10d::allreduce_", [[3, 4]]),
+                ("c10d::allreduce_", [[5]]),
+                ("c10d::broadcast_", [[2]]),
+                (f"c10d::{('send', 'recv_')[rank]}", [[7]]),
+            ]
+        )
+
+
+def fill_and_free() -> None:
+    group: Any = dist.group.WORLD
+    tensor = group.allocate_tensor(1000, dtype=torch.float32)
+    address = tensor.data_ptr()
+    view = tensor[10:]
+    del tensor
+    assert group.allocate_tensor(1000, dtype=torch.float32).data_ptr() != address
+    del view
+    again = group.allocate_tensor(1000, dtype=torch.float32)
+    assert again.data_ptr() == address
+    dist.all_reduce(again.fill_(1.0))
+    assert again.eq(2).all()
+
+
+def test_memory_of_a_group_is_used_again_when_it_is_free() -> None:
+    run(fill_and_free, 2)
