@@ -80,6 +80,14 @@ def test_the_size_of_the_first_bucket_can_be_given() -> None:
     assert plan_buckets(parameters, backwards(parameters), 120, first_bytes=40) == [(3,), (2, 1, 0)]
 
 
+def test_a_bucket_that_fills_takes_the_parameter_that_brings_it_there() -> None:
+    parameters = specs(10, 10, 10, 10, 10)  # of 40 bytes each
+    filled = plan_buckets(parameters, backwards(parameters), 80, first_bytes=40, fills=True)
+    assert filled == [(4,), (3, 2), (1, 0)]
+    assert plan_buckets(parameters, backwards(parameters), 81, first_bytes=1, fills=True) == [(4,), (3, 2, 1), (0,)]
+    assert plan_buckets(parameters, backwards(parameters), LARGE, fills=True) == [(4, 3, 2, 1, 0)]
+
+
 def test_only_one_bucket_is_smaller_whatever_the_number_of_dtypes() -> None:
     parameters = [ParameterSpec(f"p{i}", 10, (torch.float32, torch.float64)[i % 2], CPU) for i in range(6)]
     # p5 p3 p1 are float64 (80 bytes each), p4 p2 p0 float32 (40 bytes each); the first that is full is closed at 80.

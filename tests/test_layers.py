@@ -31,7 +31,7 @@ LAYERS = (
     {"integrations"},
     {"", "__init__", "lab", "__main__"},  # the package itself, which imports what it exports
     # The second floor: programs, which the library never imports.
-    {"tools", "tools.ranks", "tools.progress", "tools.options", "tools.migrate"},
+    {"tools", "tools.ranks", "tools.one_gpu", "tools.progress", "tools.options", "tools.migrate"},
     {"tools.lab"},
     {"tools.experiments"},
     {"tools.bench", "tools.doctor"},
@@ -49,9 +49,13 @@ EXTRA_THIRD_PARTIES = {
     "tools.doctor": {"psutil"},
     "tools.lab": {"psutil"},
 }
+# The settings of murmura itself; what torch and NCCL are told by variables only.
+MAY_USE_ENVIRONMENT = ("environment.py", "transports/own_groups.py", "tools/one_gpu.py")
 MAX_LINES = 400
 STORE_MODULES = (
     "process_group",
+    "group_messages",
+    "own_groups",
     "signed_store",
     "watched_store",
     "failure_log",
@@ -130,7 +134,7 @@ def import_faults(path: PurePosixPath, name: str) -> Iterator[str]:
 
 
 def environment_faults(path: PurePosixPath, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    if path == PurePosixPath("environment.py"):
+    if path.as_posix() in MAY_USE_ENVIRONMENT:
         return
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     modules = {"os"} | {

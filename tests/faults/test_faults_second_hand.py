@@ -56,13 +56,13 @@ def log_of(path: str, rank: int, liveness: Liveness | None = None) -> FailureLog
 def never(monkeypatch: pytest.MonkeyPatch):
     """No group is ever built."""
     may_end = threading.Event()
-    monkeypatch.setattr(group_building, "_make_group", lambda *_: may_end.wait(30.0))
+    monkeypatch.setattr(group_building, "group_maker", lambda *_: lambda: may_end.wait(30.0))
     yield
     may_end.set()
 
 
 def build(path: str, rank: int, pids: dict[int, int], watch=nobody) -> PeerLost:
-    roster = Roster(rank, (0, 0, 0), pids, file_store(path, 3), (0, 1, 2), "token", ("", "", ""))
+    roster = Roster(rank, (0, 0, 0), pids, file_store(path, 3), (0, 1, 2), "", ())
     with pytest.raises(PeerLost) as caught:
         group_building.build_group(roster, 3, "gloo", 20.0, Reporter(rank, range(3)), watch)
     return caught.value

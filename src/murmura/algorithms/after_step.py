@@ -79,7 +79,9 @@ class AfterStepImpl(AlgorithmImpl, ABC):
         """Whether a rank has stepped, or will not: so that the exchange is due now."""
         if self.process_group.world_size == 1:
             return here
-        vote = torch.tensor([int(here)], dtype=torch.int32)
+        # Where the transport works: on a GPU the host then does not wait, for whoever votes yes knows the outcome.
+        device = self.process_group.device
+        vote = torch.full((1,), int(here), dtype=torch.int32, device="cpu" if device is None else device)
         try:
             self.process_group.all_reduce(vote, ReduceOp.MAX)
         except PeerTimeout as error:
@@ -89,7 +91,7 @@ class AfterStepImpl(AlgorithmImpl, ABC):
                 "torch.distributed's own cannot be seen, and must not stand between."
             )
             raise
-        return bool(vote.item())
+        return here or bool(vote.item())
 
     def parameters_added(self) -> None:
         state = self.state_dict()

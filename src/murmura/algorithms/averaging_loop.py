@@ -55,6 +55,10 @@ class AveragingLoop:
         self._is_error_told = False
         self._is_closed = False
         self._at_exit: weakref.finalize[..., AveragingLoop] | None = None
+        # On a GPU the thread has a stream of its own: on that of training its votes would wait, and training for them.
+        devices = {flat.device for flat in snapshot if flat.is_cuda}
+        self._streams = [torch.cuda.Stream(device) for device in devices]  # type: ignore[no-untyped-call]
+        self._copied: list[torch.cuda.Event] = []  # when training's stream has copied the weights
 
     def start(self) -> None:
         """Go on averaging; nothing happens if it goes on already."""
@@ -106,7 +110,7 @@ class AveragingLoop:
         self.correct(add)
         if self._turn is _Turn.SNAPSHOT:
             read(self._snapshot)
-            _synchronize(self._snapshot)
+            self._copied = [torch.cuda.current_stream(stream.device).record_event() for stream in self._streams]
             self._turn = _Turn.AVERAGE
 
     def correct(self, add: Callable[[Sequence[Tensor]], None]) -> None:
@@ -126,13 +130,22 @@ class AveragingLoop:
         """One turn of the thread, given the time of the last average; returns that of the newest, or None to end."""
         if self._turn is _Turn.PAUSE and time.monotonic() - last >= self._interval:
             self._turn = _Turn.SNAPSHOT
-        all_ready, all_go_on = _vote(self._channel, self._turn is _Turn.AVERAGE, not self._stopping.is_set())
-        if not all_go_on:
-            return None
-        if not all_ready:
-            return last
-        mean_minus(self._channel, self._snapshot, self._correction)
-        _synchronize(self._correction)
+        with contextlib.ExitStack() as current:
+            for stream in self._streams:
+                current.enter_context(torch.cuda.stream(stream))
+            all_ready, all_go_on = _vote(self._channel, self._turn is _Turn.AVERAGE, not self._stopping.is_set())
+            if not all_go_on:
+                return None
+            if not all_ready:
+                return last
+            # The copy follows the correction before on training's stream, so that has been added too.
+            for stream, copied in zip(self._streams, self._copied, strict=True):
+                stream.wait_event(copied)
+            mean_minus(self._channel, self._snapshot, self._correction)
+            for stream in self._streams:
+                stream.synchronize()
+            if self._streams and self._channel.failed:  # broken off: what has come is no mean
+                self._channel.check_usable()
         self._turn = _Turn.CORRECTION
         return time.monotonic()
 
@@ -192,8 +205,3 @@ def _end(stopping: threading.Event, thread: threading.Thread, reference: weakref
     if thread.is_alive():  # the others do not vote: they are stuck or gone
         channel.close()
         thread.join(GRACE_SECONDS)  # a wait on a closed channel ends at once, but training's own code may not
-
-
-def _synchronize(flats: Sequence[Tensor]) -> None:
-    for device in {flat.device for flat in flats if flat.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()

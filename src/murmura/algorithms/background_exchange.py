@@ -1,4 +1,4 @@
-"""Exchanges that run beside training: in a thread and, on a GPU, on a stream of their own."""
+"""Exchanges that run beside training: in a thread or, on a GPU, on the communication stream of their channel."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from murmura.transports.base import Transport
+from murmura.transports.cuda_launches import OnStream
 from murmura.transports.serial_executor import Ticket
 
 
 class PendingExchange:
     """An exchange under way; its tensors must not be used until `wait` returns."""
 
-    def __init__(self, ticket: Ticket, streams: Sequence[torch.cuda.Stream]) -> None:
+    def __init__(self, channel: Transport, ticket: Ticket, streams: Sequence[torch.cuda.Stream] = ()) -> None:
+        self._channel = channel
         self._ticket = ticket
         self._streams = streams
 
@@ -24,34 +26,59 @@ class PendingExchange:
         return self._ticket.done()
 
     def wait(self) -> None:
-        """Wait until the exchange has ended and its tensors may be used again; raise its error."""
-        self._ticket.wait()
-        for stream in self._streams:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        """Wait until the exchange has ended and its tensors may be used again; raise its error.
+
+        On a GPU the current stream waits until it has ended, and the host only until it has been enqueued.
+        """
+        wait_for([self])
+
+
+def wait_for(exchanges: Sequence[PendingExchange]) -> None:
+    """Wait until all of them have ended; see `PendingExchange.wait`."""
+    streams: dict[torch.cuda.Stream, Transport] = {}
+    for each in exchanges:
+        each._ticket.wait()
+        streams.update(dict.fromkeys(each._streams, each._channel))
+    for stream, channel in streams.items():
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+        if channel.failed:  # after the exchange had been enqueued
+            channel.check_usable()
 
 
 class BackgroundExchanges:
-    """Runs one exchange after another in the communication thread of `channel`, in the order they were started."""
+    """Runs one exchange after another on `channel`, in the order they were started."""
 
     def __init__(self, channel: Transport) -> None:
         self._channel = channel
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._filled: dict[torch.device, torch.cuda.Event] = {}  # recorded anew for each exchange
 
-    def start(self, what: str, tensors: Sequence[Tensor], work: Callable[[], None]) -> PendingExchange:
-        """Run `work` on `tensors`, which must not be used until `wait` returns."""
-        streams = [self._stream(device) for device in {tensor.device for tensor in tensors if tensor.is_cuda}]
-        for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
+    def start(
+        self, what: str, tensors: Sequence[Tensor], work: Callable[[], None], operation: str = "exchange"
+    ) -> PendingExchange:
+        """Run `work` on `tensors`, which must not be used until `wait` returns; a profiler calls it `operation`."""
+        streams: dict[torch.device, torch.cuda.Stream] = {}
+        for tensor in tensors:
+            if tensor.is_cuda:
+                device = tensor.device
+                if device not in streams:
+                    streams[device] = self._follow(device)
+                tensor.record_stream(streams[device])  # if it is dropped after an error, the stream may still use it
+        sides = list(streams.values())
 
         def run() -> None:
             with torch.no_grad(), contextlib.ExitStack() as current:
-                for stream in streams:
-                    current.enter_context(torch.cuda.stream(stream))
+                for side in sides:
+                    current.enter_context(OnStream(side))
                 work()
 
-        return PendingExchange(self._channel.submit_job(what, run), streams)
+        return PendingExchange(self._channel, self._channel.submit_job(what, run, operation), sides)
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
+    def _follow(self, device: torch.device) -> torch.cuda.Stream:
+        """The communication stream, which waits for what the current one has to do by now."""
+        stream = self._channel.communication_stream(device)
+        filled = self._filled.get(device)
+        if filled is None:
+            filled = self._filled[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        filled.record(torch.cuda.current_stream(device.index))
+        stream.wait_event(filled)
+        return stream

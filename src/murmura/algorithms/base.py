@@ -104,7 +104,11 @@ class AlgorithmImpl:
         """
 
     def on_bucket_ready(self, bucket: Bucket) -> None:
-        """Called in the communication thread, in bucket order, when `bucket` is full; may block."""
+        """Called in bucket order when `bucket` is full, in the communication thread; may block.
+
+        On NCCL it is called in backward's thread, where the communication stream is the current one: what it launches
+        there overlaps with backward, and to block would hold backward up.
+        """
 
     def after_backward(self) -> None:
         """Called when backward is over and every bucket of the round has been exchanged."""

@@ -34,11 +34,24 @@ class Bucket:
         """`flat`, a tensor as long as the bucket's own, cut by parameter, with the parameters' shapes and strides."""
         return [_view_like(*each) for each in zip(torch.split(flat, self.numels), self.parameters, strict=True)]
 
-    def copy_gradient_in(self, slot: int, *, as_view: bool = True) -> bool:
-        """Copy the gradient of `parameters[slot]` into the bucket, and make `.grad` a view of it there if `as_view`.
+    def copy_gradients_in(self, slots: Sequence[int], *, as_views: bool = True) -> bool:
+        """Copy the gradients of `parameters[slot]` into the bucket, and make `.grad` a view of it there if `as_views`.
 
-        A gradient with a graph of its own, which is what True is returned for, stays where it is.
+        On a GPU one kernel copies many. A gradient with a graph of its own stays where it is; whether there is one is
+        returned.
         """
+        outside = {slot: gradient for slot in slots if (gradient := self._outside(slot)) is not None}
+        if self.flat.is_cuda and outside:
+            torch._foreach_copy_([self.views[slot] for slot in outside], [each.detach() for each in outside.values()])
+        for slot, gradient in outside.items():
+            if not self.flat.is_cuda:
+                self.views[slot].copy_(gradient.detach())
+            if as_views and not gradient.requires_grad:
+                self.parameters[slot].grad = self.views[slot]
+        return any(gradient.requires_grad for gradient in outside.values())
+
+    def _outside(self, slot: int) -> Tensor | None:
+        """The gradient of `parameters[slot]`, unless it is in the bucket already; `UsageError` if it does not fit."""
         parameter, view = self.parameters[slot], self.views[slot]
         gradient = parameter.grad
         assert gradient is not None
@@ -47,16 +60,14 @@ class Bucket:
                 f"the gradient of {self.names[slot]!r} is sparse, which DDP does not exchange. "
                 "Build the embedding with sparse=False, or name the parameter in DDP(ignore=...)."
             )
-        if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
-            if (gradient.dtype, gradient.device, gradient.shape) != (view.dtype, view.device, view.shape):
-                raise UsageError(
-                    f"the gradient of {self.names[slot]!r} no longer fits its bucket: the parameter was cast, moved "
-                    "or resized after wrapping. Do that before, or wrap the model again: DDP(ddp.into_inner(), ...)."
-                )
-            view.copy_(gradient.detach())
-            if as_view and not gradient.requires_grad:
-                parameter.grad = view
-        return gradient.requires_grad
+        if gradient.data_ptr() == view.data_ptr() and gradient.stride() == view.stride():
+            return None
+        if (gradient.dtype, gradient.device, gradient.shape) != (view.dtype, view.device, view.shape):
+            raise UsageError(
+                f"the gradient of {self.names[slot]!r} no longer fits its bucket: the parameter was cast, moved "
+                "or resized after wrapping. Do that before, or wrap the model again: DDP(ddp.into_inner(), ...)."
+            )
+        return gradient
 
     def __repr__(self) -> str:
         return (

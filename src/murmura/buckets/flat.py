@@ -65,7 +65,11 @@ class FlatTensors:
     @torch.no_grad()
     def write(self, flats: Sequence[Tensor]) -> None:
         """Overwrite the tensors, in place, with `flats`."""
-        for part, tensor in self.pairs(flats):
+        pairs = self.pairs(flats)
+        if pairs and all(tensor.is_cuda for _, tensor in pairs):  # one kernel for many
+            torch._foreach_copy_([tensor for _, tensor in pairs], [part for part, _ in pairs])
+            return
+        for part, tensor in pairs:
             tensor.copy_(part)
 
     @torch.no_grad()

@@ -39,12 +39,15 @@ def plan_buckets(
     order: Sequence[int],
     bucket_bytes: int | Sequence[int],
     first_bytes: int = FIRST_BUCKET_BYTES,
+    *,
+    fills: bool = False,
 ) -> list[tuple[int, ...]]:
     """Cut the parameters, taken in `order`, into buckets; each is a tuple of indices into `specs`.
 
     A bucket has one dtype and one device and at most `bucket_bytes`, the first one at most `first_bytes`; a parameter
-    larger than that is alone. A sequence has the limits of the first buckets and, last, of all others. Buckets come in
-    the order in which, if gradients come in `order`, they are complete.
+    larger than that is alone. A sequence has the limits of the first buckets and, last, of all others. If `fills`, a
+    bucket has at least as much instead, with the parameter that brings it there. Buckets come in the order in which, if
+    gradients come in `order`, they are complete.
     """
     closed: list[list[int]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -54,10 +57,14 @@ def plan_buckets(
         kind = (spec.dtype, spec.device)
         bucket = open_buckets.setdefault(kind, [])
         limit = limits[min(len(closed), len(limits) - 1)]
-        if bucket and sum(specs[each].num_bytes for each in bucket) + spec.num_bytes > limit:
+        size = sum(specs[each].num_bytes for each in bucket) + spec.num_bytes
+        if fills:
+            bucket.append(index)
+        if bucket and (size >= limit if fills else size > limit):
             closed.append(bucket)
             bucket = open_buckets[kind] = []
-        bucket.append(index)
-    closed += open_buckets.values()
+        if not fills:
+            bucket.append(index)
+    closed += (bucket for bucket in open_buckets.values() if bucket)
     position = {index: at for at, index in enumerate(order)}
     return [tuple(bucket) for bucket in sorted(closed, key=lambda bucket: position[bucket[-1]])]

@@ -54,10 +54,16 @@ class BucketPlanner:
                 ParameterSpec(name, p.numel(), p.dtype, p.device)
                 for name, p in zip(replica.names, replica.parameters, strict=True)
             ]
+            # A launch on a GPU costs the same for any size and NCCL is faster the larger it is: as torch's DDP does it.
+            # The transport decides, not the parameters, for all ranks must plan alike.
+            device = replica.transport.device
+            fills = device is not None and device.type == "cuda"
             limits: int | Sequence[int] = self._bucket_bytes
             if len(self._bucket_bytes) == 1:
-                limits = bucket_limit([specs[each] for each in self._order], self._bucket_bytes[0])
-            self._cut = plan_buckets(specs, self._order, limits)
+                limits = self._bucket_bytes[0]
+                if not fills:
+                    limits = bucket_limit([specs[each] for each in self._order], limits)
+            self._cut = plan_buckets(specs, self._order, limits, fills=fills)
         return self._cut
 
     def add(self, indices: Sequence[int]) -> bool:

@@ -1,14 +1,13 @@
 """Has the gradients of a round copied into their buckets, and exchanges full buckets while backward goes on.
 
-Gradient hooks only copy and enqueue. Buckets go to the communication thread in index order on every rank, whatever the
-order in which gradients come; where that thread would take a core from backward, they are exchanged after it. `finish`
-fills what got no gradient, exchanges the round's tail, waits for everything, and gives parameters that only other ranks
-used their gradient.
+Gradient hooks only copy and enqueue. Buckets go to the communication thread, or stream, in index order on every rank,
+whatever the order in which gradients come; where that thread would take a core from backward, they are exchanged after
+it. `finish` fills what got no gradient, exchanges the round's tail, waits for everything, and gives parameters that
+only other ranks used their gradient.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from murmura.algorithms import AlgorithmImpl
+from murmura.algorithms.background_exchange import BackgroundExchanges, PendingExchange, wait_for
 from murmura.buckets import Bucket
 from murmura.buckets.flat import plain_memory
 from murmura.ddp.bucket_planner import BucketPlanner
@@ -25,7 +25,6 @@ from murmura.ddp.replica import ModelReplica
 from murmura.ddp.tail import Tail
 from murmura.errors import MurmuraError, UsageError
 from murmura.observe.observer import Observer, exchanging
-from murmura.transports.serial_executor import Ticket
 
 log = logging.getLogger("murmura")
 
@@ -43,6 +42,7 @@ class GradientReducer:
         self.observer: Observer | None = None
         self.observed: list[nn.Parameter] = []  # in the order their gradients came in the round under way
         self._transport = replica.transport
+        self._background = BackgroundExchanges(replica.transport)
         self._before: list[Tensor] | None = None  # gradients of earlier rounds, once asked for
         self.use([])
 
@@ -87,7 +87,8 @@ class GradientReducer:
         """Forget the round under way; nothing of it may be in flight."""
         self._ready = [[False] * len(bucket.parameters) for bucket in self.buckets]
         self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
-        self._tickets: list[Ticket] = []
+        self._tickets: list[PendingExchange] = []
+        self._streams: dict[int, torch.cuda.Stream] = {}  # those on which gradients of the round have come
         self._failure: BaseException | None = None  # of the first exchange of the round that failed
         self._before = None
         self.observed = []
@@ -136,7 +137,10 @@ class GradientReducer:
                 "exchanged. Does a checkpointed block run twice? Use checkpoint(..., use_reentrant=False); or "
                 "accumulate inside ddp.no_sync() and call ddp.sync_gradients() after the last backward."
             )
-        self._copy_in(bucket, slot)
+        if bucket.flat.is_cuda:
+            self._note_stream(bucket.flat.get_device())
+        else:
+            self._copy_in(bucket, [slot])
         if not self._ready[bucket.index][slot]:
             self._ready[bucket.index][slot] = True
             self._num_missing[bucket.index] -= 1
@@ -159,7 +163,8 @@ class GradientReducer:
                     continue
                 # A gradient from before counts even if the last micro-batch did not use the parameter, or it is frozen.
                 if parameter.grad is not None:
-                    self._copy_in(bucket, slot)
+                    if not bucket.flat.is_cuda:
+                        self._copy_in(bucket, [slot])
                     self._ready[bucket.index][slot] = True
                 else:
                     bucket.views[slot].zero_()
@@ -168,17 +173,35 @@ class GradientReducer:
                 self._tickets[-1].wait()
         tail = self._tail
         tail.write([used for ready in self._ready for used in ready], weight, number)
-        self._tickets.append(self._submit(f"the tail of round {number}", tail.exchange, self.buckets[-1].flat))
-        for ticket in self._tickets:
-            ticket.wait()
+        self._tickets.append(self._submit(f"the tail of round {number}", tail.exchange, tail.values))
+        wait_for(self._tickets)
         if tail.must_be_read(weighs):
             self._settle(tail, averages and weighs, number)
         if not self._as_views or self._has_graphs:
             self._copy_out()
         self.reset()
 
-    def _copy_in(self, bucket: Bucket, slot: int) -> None:
-        has_graph = bucket.copy_gradient_in(slot, as_view=self._as_views)
+    def _note_stream(self, device: int) -> None:
+        """A gradient has come on the current stream of `device`."""
+        raw: int = torch._C._cuda_getCurrentRawStream(device)  # a Stream object would cost as much as the rest
+        if raw not in self._streams:
+            self._streams[raw] = torch.cuda.current_stream(device)
+
+    def _gather(self, bucket: Bucket) -> None:
+        """Copy all gradients of `bucket`, which are on a GPU, into it, after the streams that they came on."""
+        current = torch.cuda.current_stream(bucket.flat.device)
+        ready = [slot for slot, is_ready in enumerate(self._ready[bucket.index]) if is_ready]
+        for stream in self._streams.values():
+            if stream != current:
+                current.wait_stream(stream)
+                for slot in ready:
+                    gradient = bucket.parameters[slot].grad
+                    if gradient is not None:  # its memory must outlive the copy, on whichever stream it was made
+                        gradient.record_stream(current)
+        self._copy_in(bucket, ready)
+
+    def _copy_in(self, bucket: Bucket, slots: Sequence[int]) -> None:
+        has_graph = bucket.copy_gradients_in(slots, as_views=self._as_views)
         if has_graph and not self._has_graphs:
             log.warning("backward(create_graph=True): gradients are averaged, but not through their graphs")
         self._has_graphs |= has_graph
@@ -194,6 +217,8 @@ class GradientReducer:
                     parameter.grad = view.clone()
 
     def _send(self, bucket: Bucket, number: int) -> None:
+        if bucket.flat.is_cuda:
+            self._gather(bucket)
         what = f"bucket {bucket.index} (first parameter {bucket.names[0]!r}) of round {number}"
 
         is_last = bucket.index == len(self.buckets) - 1
@@ -208,15 +233,12 @@ class GradientReducer:
 
         self._tickets.append(self._submit(what, exchange, bucket.flat))
 
-    def _submit(self, what: str, exchange: Callable[[], None], like: Tensor) -> Ticket:
-        stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
-
+    def _submit(self, what: str, exchange: Callable[[], None], tensor: Tensor) -> PendingExchange:
         def run() -> None:
             if self._failure is not None:  # to the peers a later exchange would look like the one that failed
                 raise self._failure
             try:
-                with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-                    exchange()
+                exchange()
             except MurmuraError as error:
                 error.add_note(f"It was the exchange of {what}.")
                 self._failure = error
@@ -226,8 +248,8 @@ class GradientReducer:
                 raise
 
         if self._in_background:
-            return self._transport.submit_job(what, run, "all_reduce")
-        return self._transport.run_job(what, run)
+            return self._background.start(what, [tensor], run, "all_reduce")
+        return PendingExchange(self._transport, self._transport.run_job(what, run))
 
     @property
     def _in_background(self) -> bool:

@@ -142,6 +142,7 @@ class RoundDriver:
         if self.round.phase is Phase.ACCUMULATED and not self.replica.has_gradients():
             self.round.apply(Event.DISCARD)
         self.round.apply(Event.SAVE, "saving the state (algorithm_state_dict, Checkpointer.save)")
+        self.settling.refuse_after_failure("saving the state")
         self.settling.settle()
 
     def before_load(self, module: nn.Module) -> None:
@@ -183,6 +184,7 @@ class RoundDriver:
             return
         self.settling.seen()
         self.round.check(Event.FORWARD)
+        self.settling.refuse_after_failure("a forward")
         self.backward.forward()
         if self.round.is_idle:
             self._before_round()
@@ -325,6 +327,7 @@ class RoundDriver:
         """`optimizer` begins its step."""
         self._notice_exception()
         self.round.apply(Event.STEP)
+        self.settling.refuse_after_failure("an optimizer's step")
         self.settling.seen()
         self.remember(optimizer)
         self._prepare_step(optimizer)

@@ -41,6 +41,11 @@ class Settling:
             self._once(self.algorithm.settle)
             self._once(self.broadcast_pending_buffers)
 
+    def refuse_after_failure(self, what: str) -> None:
+        """Raise if an exchange has failed since its launch on a GPU: nothing of what followed has its value."""
+        if self._replica.transport.failed:
+            self._replica.transport.check_usable(what)
+
     def before_collective(self) -> None:
         """The user is about to wait for all ranks, which may wait for an exchange that is pending here."""
         # No operation in a communication thread is the user's own, nor is one inside a backward.

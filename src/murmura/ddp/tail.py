@@ -43,8 +43,9 @@ class Tail:
         self._layout = zlib.crc32(";".join(",".join(bucket.names) for bucket in buckets).encode())
         length = sum(len(bucket.parameters) for bucket in buckets) + 2
         device = buckets[0].flat.device
-        self._values = transport.allocate(length, torch.float64, device)
+        self.values = transport.allocate(length, torch.float64, device)
         self._on_cuda = device.type == "cuda"
+        self._written = torch.empty(length, dtype=torch.float64, pin_memory=self._on_cuda)
         self._staging = torch.empty(length, dtype=torch.float64, pin_memory=self._on_cuda)
         self._copied: torch.cuda.Event | None = None  # of the copy of the last tail to `_staging`
         self._unread: int | None = None  # the round of that tail
@@ -54,16 +55,16 @@ class Tail:
         """Write this rank's values for round `number`."""
         self._check_unread()
         self._all_used = all(used)
-        self._staging.copy_(torch.tensor([*map(float, used), weight, self._fingerprint(number)], dtype=torch.float64))
-        self._values.copy_(self._staging, non_blocking=True)
+        self._written.copy_(torch.tensor([*map(float, used), weight, self._fingerprint(number)], dtype=torch.float64))
+        self.values.copy_(self._written, non_blocking=True)
         self._number = number
 
     def exchange(self) -> None:
         """Overwrite the tail with its mean over the ranks."""
-        self._transport.all_reduce(self._values, ReduceOp.MEAN)
+        self._transport.all_reduce(self.values, ReduceOp.MEAN)
         if self._on_cuda:
-            self._staging.copy_(self._values, non_blocking=True)
-            self._copied = torch.cuda.current_stream(self._values.device).record_event()
+            self._staging.copy_(self.values, non_blocking=True)
+            self._copied = torch.cuda.current_stream(self.values.device).record_event()
             self._unread = self._number
 
     def must_be_read(self, weighs: bool) -> bool:
@@ -80,7 +81,9 @@ class Tail:
     def _contents(self) -> Contents:
         if self._copied is not None:
             self._copied.synchronize()
-        *used, weight, fingerprint = (self._staging if self._on_cuda else self._values).tolist()
+            if self._transport.failed:  # broken off: what has come is nobody's
+                self._transport.check_usable()
+        *used, weight, fingerprint = (self._staging if self._on_cuda else self.values).tolist()
         return Contents(used, weight, fingerprint)
 
     def _check_unread(self) -> None:

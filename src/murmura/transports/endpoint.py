@@ -60,6 +60,7 @@ class Endpoint:
         self._probe: Probe | None = None
         self._listeners = CollectiveListeners()  # shared with what is split off
         self._store_served: Any = None  # that lives as long as this, if this rank serves it
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
     def local_rank(self) -> int:
@@ -276,6 +277,16 @@ class Endpoint:
         finally:
             if outermost:
                 self.operation = ""
+
+    def communication_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream of `device` on which exchanges run beside training."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+    def keep_own_order(self) -> None:
+        """Let operations of this channel keep no order with those of other channels, on a GPU either."""
+        return
 
     def seconds(self, timeout: float | None) -> float:
         """The deadline of a call in seconds: its own `timeout`, or the transport's."""

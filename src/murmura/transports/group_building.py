@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
-from murmura.errors import MurmuraError, RendezvousError, UsageError
+from murmura.errors import MurmuraError, RendezvousError
 from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.failure_log import FailureLog
 from murmura.transports.liveness import Liveness
+from murmura.transports.own_groups import group_maker
 from murmura.transports.rendezvous import Roster, Store, under
 from murmura.transports.watched_store import Watch, WatchedStore, nobody, poll, run_watched
 
@@ -39,7 +36,7 @@ def build_group(
     with contextlib.closing(liveness), contextlib.ExitStack() as failed:
         failed.callback(watched.release)
         try:
-            make = functools.partial(_make_group, watched, rank, world_size, kind, timeout, len(set(roster.hosts)))
+            make = group_maker(watched, rank, world_size, kind, timeout, len(set(roster.hosts)))
             group = run_watched(make, timeout + 1.0, look)
             watched.watch = look
             watched.set(f"connected/{rank}", b"")
@@ -69,24 +66,4 @@ def _explain(error: BaseException, kind: str, reporter: Reporter, look: Watch) -
     return RendezvousError(
         f"rank {reporter.own} could not connect to all others over {kind}: {error} Did one of them fail "
         "meanwhile? `murmura doctor` looks at the network."
-    )
-
-
-def _make_group(store: Store, rank: int, world_size: int, kind: str, timeout: float, num_hosts: int) -> Any:
-    limit = timedelta(seconds=timeout)
-    if kind == "gloo":
-        if num_hosts > 1:
-            return dist.ProcessGroupGloo(store, rank, world_size, limit)
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = limit
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        return gloo(store, rank, world_size, options)
-    if kind == "nccl":
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, world_size, nccl)
-    raise UsageError(
-        f"murmura builds gloo and nccl groups, not {kind!r}. Build it yourself and hand it over: "
-        "ProcessGroupTransport(group, store=store)."
     )

@@ -19,14 +19,16 @@ from torch import Tensor
 from murmura.collectives import ring
 from murmura.collectives.deadline import Deadline
 from murmura.errors import ConfigError, PeerTimeout, RendezvousError, TransportError, UsageError
-from murmura.transports import agreement
-from murmura.transports.base import Pairs, Transport
+from murmura.transports import agreement, group_messages
+from murmura.transports.base import Pairs
 from murmura.transports.challenge import prove_to_each_other
 from murmura.transports.checks import Check, check_timeout, describe_exchange, flatten
 from murmura.transports.checks import store as bring_back
+from murmura.transports.cuda_launches import CudaLaunches, Launch
 from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.failure_log import FailureLog, is_timeout
 from murmura.transports.group_building import build_group
+from murmura.transports.launching import LaunchingTransport
 from murmura.transports.liveness import Liveness
 from murmura.transports.process_group_messages import ProcessGroupMessages
 from murmura.transports.rendezvous import Roster, Store, sign_in, under
@@ -39,23 +41,8 @@ from murmura.types import ReduceOp, parse
 
 __all__ = ["Check", "ProcessGroupTransport"]
 
-_OPS: dict[ReduceOp, Any] = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.MEAN: dist.ReduceOp.SUM,  # then divided: not every group has a mean
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
-    ReduceOp.BAND: dist.ReduceOp.BAND,
-    ReduceOp.BOR: dist.ReduceOp.BOR,
-    ReduceOp.BXOR: dist.ReduceOp.BXOR,
-}
-_NATIVE_DTYPES = (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64
-)  # fmt: skip
-_PART_BYTES = 2**20
 
-
-class ProcessGroupTransport(Transport):
+class ProcessGroupTransport(LaunchingTransport):
     """One rank of a process group; made from a group that exists, or by `join` from a store.
 
     `check="always"` compares the ranks' calls before every operation. `store`, if the group's own cannot be asked
@@ -86,9 +73,10 @@ class ProcessGroupTransport(Transport):
         self._kind = str(process_group.name()).lower()
         self._on_cuda = "nccl" in self._kind
         # Gloo works in host memory, NCCL on this process's GPU; tensors elsewhere are brought there and back.
-        self.device: torch.device = (
-            torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
-        )
+        self.device: torch.device = torch.device("cpu")
+        if self._on_cuda:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+            self.launches = CudaLaunches(self, self.device)
         if store is None and hasattr(process_group, "get_group_store"):
             store = under(process_group.get_group_store(), "murmura")
         if roster is None and store is not None:
@@ -120,14 +108,15 @@ class ProcessGroupTransport(Transport):
         world_ranks: Sequence[int] | None = None,
         watch: Watch = nobody,
         notes: StallNotes | None = None,
+        launches: CudaLaunches | None = None,
         roster: Roster | None = None,
     ) -> Self:
         """Build a process group of one's own on `store`; every rank calls it with the same store.
 
         With a `SignedStore` it returns when all ranks have proved to each other that they know its secret.
         `hosts` pretends that ranks are on several hosts. `world_ranks` are the ranks in the world that this is a part
-        of, if it is one, `watch` tells of those that cannot come any more, and `notes` are the world's stall notes.
-        `roster` is given if the ranks have already signed in.
+        of, if it is one, `watch` tells of those that cannot come any more, `notes` are the world's stall notes, and
+        `launches` those of the transport that this is split off. `roster` is given if the ranks have already signed in.
         """
         check_timeout(timeout, ConfigError)
         reporter = Reporter(rank, range(world_size) if world_ranks is None else world_ranks)
@@ -141,6 +130,8 @@ class ProcessGroupTransport(Transport):
             raise reporter.timed_out(missing, "the rendezvous", began.waited) from error
         group, group_store = build_group(roster, world_size, kind, timeout, reporter, watch)
         transport = cls(group, check=check, timeout=timeout, roster=roster, name=name)
+        if transport.launches is not None and launches is not None:
+            transport.launches.follow(launches)
         if notes is not None and transport._failure_log is not None:
             transport._failure_log.notes = notes
         transport._owns_group = True
@@ -193,6 +184,7 @@ class ProcessGroupTransport(Transport):
                     **self.split_options(name, members),
                     watch=lambda: failure_log.cause(f"split({name!r})", among=members),
                     notes=failure_log.notes,
+                    launches=self.launches,
                 )
         except (UsageError, ConfigError):
             raise
@@ -210,16 +202,25 @@ class ProcessGroupTransport(Transport):
     def on_abort(self, error: BaseException) -> None:
         if self._failure_log is not None and not self.closed:
             self._failure_log.announce_exit(ExitNotice.of(error, self.reporter.own))
+        if self._on_cuda:
+            self._break_off()  # or kernels that wait for peers would hold up the device
 
     def on_close(self) -> None:
         if self._failure_log is not None and self.failure is None:
             self._failure_log.announce_exit(self.exit_notice())
         if not self._executor.idle:
             self._break_off()  # what still waits in the communication thread will wait no more
+        if self.launches is not None:
+            self.launches.drain()
 
     def release(self) -> None:
+        if self.launches is not None:
+            self.launches.close()
         if self._owns_group:
-            self._group.shutdown()
+            if self._on_cuda and self.failure is not None:
+                self._break_off()  # to shut it down would wait for ranks that may never come
+            else:
+                self._group.shutdown()
         self._group = self._group_store = self._store = self._store_served = self._failure_log = None
         self._liveness.close()
 
@@ -231,15 +232,19 @@ class ProcessGroupTransport(Transport):
         self.compare_calls(call, timeout)
         if flat_out is not flat_in:
             flat_out.copy_(flat_in)
-        if flat_out.dtype not in _NATIVE_DTYPES:
+        if flat_out.dtype not in group_messages.NATIVE_DTYPES:
             ring.all_reduce(self, flat_out, op, timeout=self.seconds(timeout))
             return
         # The sum may exceed the range of float16 where the mean does not.
         total = flat_out.float() if op is ReduceOp.MEAN and flat_out.dtype is torch.float16 else flat_out
         options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
-        self._await(lambda limit: self._group.allreduce([total], _limited(options, limit)), timeout)
-        if op is ReduceOp.MEAN:
+        options.reduceOp = group_messages.OPS[op]
+        # NCCL multiplies by 1 / n and adds: the bits of a sum that is divided, where n is a power of two.
+        is_mean_native = self._on_cuda and op is ReduceOp.MEAN and self.world_size & (self.world_size - 1) == 0
+        if is_mean_native:
+            options.reduceOp = group_messages.MEAN
+        self._await(lambda limit: self._group.allreduce([total], self._limited(options, limit)), timeout)
+        if op is ReduceOp.MEAN and not is_mean_native:
             total.div_(self.world_size)
         if total is not flat_out:
             flat_out.copy_(total)
@@ -249,21 +254,32 @@ class ProcessGroupTransport(Transport):
         options = dist.BroadcastOptions()
         options.rootRank = src
         raw = flat.view(torch.uint8)
-        self._await(lambda limit: self._group.broadcast([raw], _limited(options, limit)), timeout)
+        self._await(lambda limit: self._group.broadcast([raw], self._limited(options, limit)), timeout)
+
+    def do_all_to_all(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], timeout: float | None) -> None:
+        if self.launches is None or not all(map(group_messages.is_raw_on_cuda, (*sends, *recvs))):
+            super().do_all_to_all(sends, recvs, timeout)
+            return
+        self.compare_calls("all_to_all()", timeout)
+        options = self._limited(dist.AllToAllOptions(), None)
+        outgoing, incoming = ([group_messages.raw(each) for each in tensors] for tensors in (sends, recvs))
+        self._await(lambda limit: self._group.alltoall(incoming, outgoing, options), timeout)
 
     def do_barrier(self, timeout: float | None) -> None:
         if self.world_size == 1:
             return
         self.compare_calls("barrier()", timeout)
-        token = torch.zeros(1, device=self.device)
         options = dist.AllreduceOptions()
-        self._await(lambda limit: self._group.allreduce([token], _limited(options, limit)), timeout)
+        with self.host_waiting():
+            token = torch.zeros(1, device=self.device)
+            self._await(lambda limit: self._group.allreduce([token], self._limited(options, limit)), timeout)
 
     def compare_calls(self, call: str, timeout: float | None) -> None:
         self._call, self._awaited = call, self._peers
         if self.check is Check.ALWAYS and self.world_size > 1:
-            seconds = self.seconds(timeout)
-            agreement.on_collective(self.move, call, self.rank, self.reporter, self.operation, seconds, self.device)
+            place = (self.rank, self.reporter, self.operation, self.seconds(timeout), self.device)
+            with self.host_waiting():
+                agreement.on_collective(self.move, call, *place)
 
     # Waiting and failing
 
@@ -280,7 +296,8 @@ class ProcessGroupTransport(Transport):
             raise
 
     def submit_job(self, what: str, work: Callable[[], Any], operation: str = "exchange") -> Ticket:
-        return self._watched(what, super().submit_job(what, work, operation))
+        ticket = super().submit_job(what, work, operation)
+        return ticket if self._on_cuda else self._watched(what, ticket)
 
     def _watched(self, what: str, ticket: Ticket) -> Ticket:
         """Let the thread that waits for `ticket` warn if that takes long: the one that waits inside torch cannot."""
@@ -290,30 +307,20 @@ class ProcessGroupTransport(Transport):
 
     def _break_off(self) -> None:
         """End the waits in a group of our own; a group that was handed over may be in use elsewhere."""
-        if not self._owns_group:
+        if not self._owns_group or self._group is None:
             return
         if self._on_cuda:
             self._group.abort()
             return
-        # Gloo's abort does nothing, but a receive that times out closes all connections of the group.
-        for peer in self._peers:
-            with contextlib.suppress(RuntimeError):
-                nothing = torch.empty(1, dtype=torch.uint8)
-                self._group.recv([nothing], peer, 1).wait(timedelta(milliseconds=1))
+        group_messages.close_connections(self._group, self._peers)
 
     def move(self, sends: Pairs, recvs: Pairs, timeout: float) -> None:
         """Exchange flat tensors as bytes; receives are posted first (on Gloo that is twice as fast)."""
         if not sends and not recvs:
             return
 
-        def start(limit: timedelta) -> Any:
-            if self._on_cuda:
-                return self._start_coalesced(sends, recvs)
-            works = [self._group.recv([out.view(torch.uint8)], src, 0) for out, src in recvs]
-            works += [self._group.send([tensor.view(torch.uint8)], dst, 0) for tensor, dst in sends]
-            return works
-
-        self._await(start, timeout)
+        device = self.device if self._on_cuda else None
+        self._await(lambda limit: group_messages.start(self._group, device, sends, recvs), timeout)
 
     def _exchange_checked(self, outgoing: Pairs, incoming: Pairs, sends: Pairs, recvs: Pairs, timeout: float) -> None:
         deadline = Deadline(timeout)
@@ -331,33 +338,20 @@ class ProcessGroupTransport(Transport):
             yield 0, incoming.numel()
             return
         deadline = Deadline(self.seconds(timeout))
-        step = max(1, _PART_BYTES // outgoing.element_size())
-        parts = [(start, min(start + step, incoming.numel())) for start in range(0, incoming.numel(), step)]
         with self._translated(deadline):
-            receives = [self._group.recv([incoming[start:stop].view(torch.uint8)], src, 0) for start, stop in parts]
-            sends = [
-                self._group.send([outgoing[start : start + step].view(torch.uint8)], dst, 0)
-                for start in range(0, outgoing.numel(), step)
-            ]
-            for work, bounds in zip(receives, parts, strict=True):
-                _wait(work, deadline)
-                yield bounds
-            for work in sends:
-                _wait(work, deadline)
+            yield from group_messages.stream(
+                self._group, lambda work: _wait(work, deadline), outgoing, dst, incoming, src
+            )
 
-    def _start_coalesced(self, sends: Pairs, recvs: Pairs) -> Any:
-        # A group of torch.distributed asks for the device; a bare group, as `join` builds it, has one.
-        device = [self.device] if isinstance(self._group, dist.ProcessGroup) else []
-        self._group._start_coalescing(*device)
-        for out, src in recvs:
-            self._group.recv([out.view(torch.uint8)], src, 0)
-        for tensor, dst in sends:
-            self._group.send([tensor.view(torch.uint8)], dst, 0)
-        return self._group._end_coalescing(*device)
-
-    def _await(self, start: Callable[[timedelta], Any], timeout: float | None) -> None:
+    def _await(self, start: Callable[[timedelta | None], Any], timeout: float | None) -> None:
         """Start works of the group and wait for all of them; translate their errors into ours."""
         deadline = Deadline(self.seconds(timeout))
+        if self.launches is not None:
+            try:
+                self.launches.launch(start, self.operation, self._call, self._awaited, deadline.timeout)
+            except (RuntimeError, ValueError) as error:
+                raise self._translate(error, deadline.waited) from error
+            return
         with self._translated(deadline):
             works = start(timedelta(seconds=deadline.timeout))
             for work in works if isinstance(works, list) else [works]:
@@ -368,33 +362,39 @@ class ProcessGroupTransport(Transport):
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            waited = deadline.waited
-            if self.failure is not None:  # aborted meanwhile, or closed, which is the cause
-                raise self.reporter.aborted(self.failure, self.operation, waited) from error
-            if self.closed:
-                raise self.reporter.closed(self.operation) from error
-            raise self._explain(error, waited) from error
+            raise self._translate(error, deadline.waited) from error
+
+    def _translate(self, error: Exception, waited: float) -> Exception:
+        operation = self.operation if self.launches is None else self.launches.named(self.operation)
+        if self.failure is not None:  # aborted meanwhile, or closed, which is the cause
+            return self.reporter.aborted(self.failure, operation, waited)
+        if self.closed:
+            return self.reporter.closed(operation)
+        return self._explain(error, waited)
+
+    def known_cause(self, launch: Launch, waited: float) -> BaseException | None:
+        return None if self._failure_log is None else self._failure_log.cause(launch.operation, waited)
+
+    def explain_delay(self, launch: Launch, waited: float) -> BaseException:
+        late = TimeoutError(f"timed out after {launch.timeout:.1f} s.")
+        return self._told(late, launch.operation, launch.call, launch.awaited, waited)
 
     def _explain(self, error: Exception, waited: float) -> Exception:
         """Translate an error of the group into one of ours."""
-        operation = self.operation or "an operation"
+        operation = self.operation if self.launches is None else self.launches.named(self.operation)
+        return self._told(error, operation or "an operation", self._call, self._awaited, waited)
+
+    def _told(self, error: Exception, operation: str, call: str, awaited: Sequence[int], waited: float) -> Exception:
         timed_out = is_timeout(error)
         if self._failure_log is None:
-            kind = PeerTimeout if timed_out else TransportError
-            return kind(
+            return (PeerTimeout if timed_out else TransportError)(
                 f"rank {self.reporter.own}: {operation} failed after {waited:.1f} s: {error} "
                 "Which rank is at fault cannot be told, for this process group does not give its store.",
                 rank=self.reporter.own,
                 operation=operation,
             )
-        found = self._failure_log
-        return found.explain(self._call, operation, waited, awaited=self._awaited, timed_out=timed_out, told=error)
+        return self._failure_log.explain(call, operation, waited, awaited=awaited, timed_out=timed_out, told=error)
 
 
 def _wait(work: Any, deadline: Deadline) -> None:
     work.wait(timedelta(seconds=deadline.left() or 0.001))
-
-
-def _limited(options: Any, limit: timedelta) -> Any:
-    options.timeout = limit
-    return options

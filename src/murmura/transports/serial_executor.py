@@ -15,7 +15,7 @@ from typing import Any
 from murmura.errors import PeerTimeout
 from murmura.transports.checks import check_timeout
 
-__all__ = ["SerialExecutor", "Ticket"]
+__all__ = ["EndedTicket", "SerialExecutor", "Ticket"]
 
 
 class Ticket:
@@ -45,14 +45,18 @@ class Ticket:
             while not self._finished.wait(1.0):
                 check()
         elif not self._finished.wait(timeout):
-            raise PeerTimeout(
-                f"{self._operation} had not ended {timeout:g} s after wait() was called; it goes on. "
-                "Wait again, or give the operation itself a shorter timeout.",
-                operation=self._operation,
-            )
+            raise self.late(timeout)
         if self._error is not None:
             raise self._error
         return self._result
+
+    def late(self, timeout: float | None) -> PeerTimeout:
+        """The error of a `wait` that has lasted for `timeout` seconds."""
+        return PeerTimeout(
+            f"{self._operation} had not ended {timeout:g} s after wait() was called; it goes on. "
+            "Wait again, or give the operation itself a shorter timeout.",
+            operation=self._operation,
+        )
 
     def await_end(self, seconds: float) -> bool:
         """Block for at most `seconds`; whether the operation has ended. Raises nothing."""
@@ -65,6 +69,27 @@ class Ticket:
     def fail(self, error: BaseException) -> None:
         self._error = error
         self._finished.set()
+
+
+class EndedTicket(Ticket):
+    """An operation that ended before its ticket was handed out."""
+
+    def __init__(self, operation: str, result: Any = None, error: BaseException | None = None) -> None:
+        self.watch = None
+        self._operation = operation
+        self._result = result
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def await_end(self, seconds: float) -> bool:
+        return True
 
 
 class SerialExecutor:

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from murmura import ConfigError
+from murmura.algorithms import algorithm_names
 from murmura.tools.bench.all_reduce import AllReduceSpec, run_all_reduce
 from murmura.tools.bench.all_reduce_contestants import Peer
 from murmura.tools.bench.c10d import C10dSpec, run_c10d
 from murmura.tools.bench.compressors import CompressorsSpec, run_compressors
+from murmura.tools.bench.cuda_ddp import CAST, CudaDDPSpec, run_cuda_ddp
+from murmura.tools.bench.cuda_models import CUDA_MODELS
 from murmura.tools.bench.ddp import DDPSpec, run_ddp
 from murmura.tools.bench.ddp_report import report_of
 from murmura.tools.bench.models import MODELS
 from murmura.tools.bench.network import NetworkSpec, run_network
 from murmura.tools.bench.sizes import format_size, parse_size
-from murmura.tools.cli.bench_tables import all_reduce_table, c10d_table, compressors_table, ddp_tables, network_table
+from murmura.tools.cli.bench_tables import (
+    all_reduce_table,
+    c10d_table,
+    compressors_table,
+    cuda_ddp_table,
+    ddp_tables,
+    network_table,
+)
 from murmura.tools.cli.completion import Algorithms, among
 from murmura.tools.cli.failures import exit_on_error
 from murmura.tools.cli.output import JSON_HELP, check_writable, print_result, showing_progress, write
@@ -28,6 +39,15 @@ from murmura.types import parse
 
 MAX_RANKS = 64
 TORCH_DDP = "torch-ddp"
+
+
+class Device(StrEnum):
+    """Where the ranks of a benchmark compute."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 DEFAULTS = NetworkSpec()
 
 app = typer.Typer(
@@ -37,7 +57,7 @@ Json = Annotated[Path | None, typer.Option(help=JSON_HELP, metavar="FILE")]
 Against = Annotated[
     str,
     typer.Option(
-        help="Alternatives to measure: torch-ddp, which is torch's DDP on Gloo (and in `network` its hooks, too).",
+        help="Alternatives to measure: torch-ddp, which is torch's DDP on Gloo, on a GPU on NCCL (and its hooks, too).",
         metavar="PEERS",
     ),
 ]
@@ -103,11 +123,29 @@ def all_reduce(
 @app.command()
 def ddp(
     ranks: RankCounts = "2,4",
-    models: Annotated[str, typer.Option(help="Models to train: a list.", metavar="LIST")] = ",".join(MODELS),
+    models: Annotated[
+        str,
+        typer.Option(
+            help=f"Models to train: a list of {', '.join(MODELS)}; on a GPU {', '.join(CUDA_MODELS)}. Else all.",
+            metavar="LIST",
+        ),
+    ] = "",
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda: NCCL ranks that share one GPU, over loopback sockets.", metavar="DEVICE")
+    ] = "cpu",
+    algorithms: Annotated[
+        str,
+        typer.Option(
+            help=f"On a GPU, also measure these: a list of {CAST}, {', '.join(algorithm_names())}.",
+            metavar="LIST",
+        ),
+    ] = "",
     against: Against = TORCH_DDP,
     seconds: Annotated[
         float,
-        typer.Option(help="Seconds to measure each model with each number of ranks, all contestants together."),
+        typer.Option(
+            help="Seconds to measure each model with each number of ranks, all contestants together; on a GPU each."
+        ),
     ] = 10.0,
     json: Json = None,
 ) -> None:
@@ -119,19 +157,33 @@ def ddp(
     so slow that communication takes about as long as backward, and the memory that a rank uses, in processes of their
     own.
 
+    With `--device cuda` several NCCL ranks share one GPU. A step is timed until the GPU is done, until the host is
+    free, and in a row; the figures compare schedules and bytes on loopback sockets, and say nothing of several GPUs.
+
     For example: `murmura bench ddp --ranks 2,4 --models charlm --against torch-ddp --json result.json`
     """
     with exit_on_error():
+        counts = parse_list(ranks, parse_num_ranks)
         parse_list(against, one_of([TORCH_DDP], "--against"))
-        spec = DDPSpec(
-            ranks=parse_list(ranks, parse_num_ranks),
-            models={name: MODELS[name] for name in parse_list(models, one_of(MODELS, "--models"))},
-            seconds=seconds,
-        )
+        known = MODELS if parse(Device, device, "--device") is Device.CPU else CUDA_MODELS
+        chosen = parse_list(models or ",".join(known), one_of(known, "--models"))
         check_writable(json)
+        if known is CUDA_MODELS:
+            also = parse_list(algorithms, one_of([CAST, *algorithm_names()], "--algorithms")) if algorithms else ()
+            _cuda_ddp(CudaDDPSpec(ranks=counts, models=chosen, algorithms=also, seconds=seconds), json)
+            return
+        if algorithms:
+            raise ConfigError("--algorithms goes with --device cuda; `murmura bench network` compares them on CPUs.")
+        spec = DDPSpec(ranks=counts, models={name: MODELS[name] for name in chosen}, seconds=seconds)
         with showing_progress([str(stage) for stage in spec.stages()]) as on_progress:
             report = report_of(spec, run_ddp(spec, on_progress))
         print_result(ddp_tables(report), report.contestants, json, report.to_json())
+
+
+def _cuda_ddp(spec: CudaDDPSpec, json: Path | None) -> None:
+    with showing_progress(spec.stages()) as on_progress:
+        report = run_cuda_ddp(spec, on_progress)
+    print_result([cuda_ddp_table(report)], report.contestants, json, report.to_json())
 
 
 @app.command()

@@ -13,6 +13,7 @@ from murmura.tools.bench.c10d import C10dReport
 from murmura.tools.bench.c10d_contestants import ALLOCATED as GROUP_ALLOCATED
 from murmura.tools.bench.c10d_contestants import BARE as NO_GROUP
 from murmura.tools.bench.compressors import CompressorsReport
+from murmura.tools.bench.cuda_ddp import CudaDDPReport
 from murmura.tools.bench.ddp import BARE, DEFAULT_BUCKETS, HELD_BACK, MURMURA, NOT_OVERLAPPED, OVERLAPPED, TORCH_DDP
 from murmura.tools.bench.ddp_report import DDPReport, MemoryRow, StepRow
 from murmura.tools.bench.network import NetworkReport, NetworkRow
@@ -129,6 +130,26 @@ def steps_table(report: DDPReport) -> Table:
             ratio(own.ratio[TORCH_DDP]),
             f"{1 / own.ratio[BARE]:.3f}",
             ratio(own.ratio.get(HELD_BACK)),
+        )
+    return table
+
+
+def cuda_ddp_table(report: CudaDDPReport) -> Table:
+    """One row per model, number of ranks and contestant on a GPU."""
+    table = plain_table(
+        f"training step on {report.device}: {report.label}, milliseconds",
+        "medians of the slowest rank",
+        ["model", "ranks", "contestant", "step", "host is free", "in a row", "extra MiB", "torch-ddp\n/ this"],
+    )
+    for row in report.steps:
+        times = (row.milliseconds, row.host_milliseconds, row.loop_milliseconds)
+        table.add_row(
+            row.model,
+            str(row.ranks),
+            row.contestant,
+            *(f"{each:.1f}" for each in times),
+            f"{row.extra_mib:+.0f}",
+            ratio(row.ratio),
         )
     return table
 

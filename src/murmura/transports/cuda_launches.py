@@ -1,0 +1,348 @@
+"""The operations of a channel on a GPU, from their launch until the device has done them.
+
+An operation is only enqueued: the host goes on, and what the same stream does next finds the result. So two things that
+a waiting host would see to are seen to here: `LaunchOrder` keeps the operations of all channels in one order on the
+device, and `Watchdog` ends, in a thread of its own, an operation whose deadline has passed or whose peer is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from murmura.collectives.deadline import Deadline
+from murmura.transports.serial_executor import EndedTicket, Ticket
+
+LOOK_SECONDS = 0.1  # between two looks of the watchdog
+SUSPECT_SECONDS = 0.5  # after which an operation that goes on makes it look for ranks that have failed
+STALL_SECONDS = 10.0  # after which it warns, and each time after twice as long
+LEFT_SECONDS = 3.0  # after which it asks also for ranks that left: their last kernels may be a little ahead of ours
+
+
+def _is_done(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+class LaunchOrder:
+    """The operations of all channels that share it run on the device one after another, in the order of their launch.
+
+    Every channel is a communicator of its own. Of two that run at once, in one order here and in another there, each
+    can hold what the other needs, and neither ends. Ranks launch as their programs say, which is alike on all of them.
+    That holds for the thread that made the order and for what training launches; other threads have no common order,
+    and so must not be put into one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._home = threading.get_ident()
+        # What peers wait for goes before what only this rank needs.
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._last = self.stream  # of the operation launched last
+
+    def enter(self, stream: torch.cuda.Stream, *, in_job: bool) -> None:
+        """An operation is about to be launched on `stream`: it begins after the one launched last.
+
+        `in_job` if training launches it, in whichever thread.
+        """
+        if self._last != stream and (in_job or threading.get_ident() == self._home):
+            stream.wait_stream(self._last)
+            self._last = stream
+
+
+@dataclass(slots=True)
+class Launch:
+    """An operation that the device has not done yet."""
+
+    operation: str
+    call: str
+    awaited: Sequence[int]
+    timeout: float
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+    since: float | None = None  # when it was first seen to have begun, by the monotonic clock
+    looked: float = 0.0
+    warn_after: float = STALL_SECONDS
+
+    def waited(self) -> float:
+        """Seconds since it began, as far as anybody has looked; 0 as long as it is queued behind other kernels."""
+        now = time.monotonic()
+        if self.since is None and _is_done(self.began):
+            self.since = now
+        return 0.0 if self.since is None else now - self.since
+
+
+class Launching(Protocol):
+    """The transport that launches."""
+
+    failure: BaseException | None
+
+    def find_fault(self, launch: Launch, waited: float, *, timed_out: bool) -> BaseException | None:
+        """Why `launch` does not end, if that is known or its time is up; called by the watchdog's thread."""
+        ...
+
+    def give_up(self, error: BaseException) -> None:
+        """End all that waits on the device, because of `error`; called by the watchdog's thread."""
+        ...
+
+    def raise_failure(self, operation: str) -> None:
+        """Raise what `operation` means after the failure."""
+        ...
+
+
+class StreamTicket(EndedTicket):
+    """An operation launched on a stream of its own; `wait` makes the current stream wait for it, not the host."""
+
+    def __init__(self, operation: str, launches: CudaLaunches, result: Any, ended: torch.cuda.Event) -> None:
+        super().__init__(operation, result)
+        self._ended = ended
+        self._launches = launches
+
+    def done(self) -> bool:
+        return _is_done(self._ended)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """As a ticket's; with a `timeout` the host waits until the device is done."""
+        if timeout is not None and not self._launches.await_event(self._ended, self._operation, timeout):
+            raise self.late(timeout)
+        current = torch.cuda.current_stream(self._launches.device)
+        current.wait_event(self._ended)
+        self._launches.raise_failure(self._operation)
+        for tensor in self._result if isinstance(self._result, list) else [self._result]:
+            if isinstance(tensor, Tensor) and tensor.is_cuda:  # it may have been made on the other stream
+                tensor.record_stream(current)
+        return self._result
+
+    def await_end(self, seconds: float) -> bool:
+        return self._launches.await_event(self._ended, self._operation, seconds)
+
+
+class OnStream:
+    """Inside it `stream` is the current one; as `torch.cuda.stream`, at half its cost where the device is current."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._device = torch.cuda.current_device()
+
+    def __enter__(self) -> None:
+        self._before = torch.cuda.current_stream(self._stream.device_index)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *failure: object) -> None:
+        torch.cuda.set_stream(self._before)
+        if self._device != self._stream.device_index:
+            torch.cuda.set_device(self._device)
+
+
+class CudaLaunches:
+    """The launches of one channel of `owner`, which is held weakly. `job` says what those launched now are for."""
+
+    def __init__(self, owner: Launching, device: torch.device) -> None:
+        self.device = device
+        self.order = LaunchOrder(device)
+        self.job = ""
+        self._apart: torch.cuda.Stream | None = None  # made when it is first needed
+        self._is_apart = False  # whether the operation under way runs there, and the host waits for it
+        self._owner = weakref.ref(owner)
+        self._pending: deque[Launch] = deque()
+        self._events: list[torch.cuda.Event] = []  # of launches that are done: to make one takes longer than to use it
+        self._watchdog = Watchdog()
+        self._watchdog.watch(self)
+
+    def follow(self, parent: CudaLaunches) -> None:
+        """Share the order and the watchdog of `parent`, those of the transport that this channel was split off."""
+        self._watchdog.forget(self)
+        self.order, self._watchdog = parent.order, parent._watchdog
+        self._watchdog.watch(self)
+
+    def launch(
+        self, start: Callable[[None], Any], operation: str, call: str, awaited: Sequence[int], limit: float
+    ) -> None:
+        """Launch what `start` starts, a work of torch's or None, on the current stream; it must end within `limit`."""
+        stream = torch.cuda.current_stream(self.device.index)
+        if not self._is_apart:
+            self.order.enter(stream, in_job=bool(self.job))
+        began, ended = self._event(), self._event()
+        began.record(stream)
+        work = start(None)
+        if work is not None:  # it runs on a stream of torch's own: without a time-out only this stream waits for it
+            work.wait()
+        ended.record(stream)
+        self._pending.append(Launch(self.named(operation), call, awaited, limit, began, ended))
+        self._watchdog.wake()
+        if self._is_apart:
+            self.await_event(ended, operation)
+
+    def _event(self) -> torch.cuda.Event:
+        return self._events.pop() if self._events else torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def run(self, what: str, work: Callable[[], Any]) -> Ticket:
+        """Run `work`, which launches operations, at once: the ticket has ended when this returns."""
+        before, self.job = self.job, what
+        try:
+            return EndedTicket(what, work())
+        except BaseException as error:  # carried to whoever waits for the ticket
+            return EndedTicket(what, error=error)
+        finally:
+            self.job = before
+
+    def named(self, operation: str) -> str:
+        """`operation`, and what it is for."""
+        return f"{operation} of {self.job}" if self.job else operation
+
+    def run_beside(self, operation: str, work: Callable[[], Any], tensors: Sequence[Tensor]) -> Ticket:
+        """Run `work` on the communication stream, after what the current one has to do by now."""
+        side = self.order.stream
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        for tensor in tensors:
+            tensor.record_stream(side)  # it may be dropped before the device has come to it
+        try:
+            with OnStream(side):
+                result = work()
+        except BaseException as error:  # carried to whoever waits for the ticket
+            return EndedTicket(operation, error=error)
+        return StreamTicket(operation, self, result, side.record_event())
+
+    @contextlib.contextmanager
+    def apart(self, *, with_current: bool = False) -> Iterator[None]:
+        """Inside it the host waits for each operation, on a stream of this channel's own, in no order with others.
+
+        What the host reads depends on no kernel of training, so it need not wait for any; and threads that wait on
+        several channels, in another order on each rank, do not wait for each other. `with_current` if tensors of the
+        current stream take part all the same.
+        """
+        if self._is_apart:  # already: a part of such an operation
+            yield
+            return
+        if self._apart is None:
+            self._apart = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        own, current = self._apart, torch.cuda.current_stream(self.device.index)
+        if with_current:
+            own.wait_stream(current)
+        self._is_apart = True
+        try:
+            with OnStream(own):
+                yield
+        finally:
+            self._is_apart = False
+            if with_current:
+                current.wait_stream(own)
+
+    def await_event(self, event: torch.cuda.Event, operation: str, timeout: float | None = None) -> bool:
+        """Let the host wait for `event`, at most `timeout` seconds; whether it came. Raises if the operation fails."""
+        deadline, num_looks = Deadline(timeout), 0
+        while not _is_done(event):
+            owner = self._owner()
+            if owner is None or owner.failure is not None:
+                break
+            if deadline.remaining <= 0:
+                return False
+            num_looks += 1
+            time.sleep(0 if num_looks < 50 else 0.0002)
+        self.raise_failure(operation)
+        return True
+
+    def raise_failure(self, operation: str) -> None:
+        owner = self._owner()
+        if owner is not None and owner.failure is not None:
+            owner.raise_failure(operation)
+
+    def keep_own_order(self) -> None:
+        """Launch from now on in an order of its own: for a channel that only a thread beside training uses."""
+        self.order = LaunchOrder(self.device)
+
+    def drain(self) -> None:
+        """Let the host wait until the device has done all launches, or the watchdog has given up on one."""
+        while self._pending and not _is_done(self._pending[-1].ended):
+            owner = self._owner()
+            if owner is None or owner.failure is not None:
+                return
+            time.sleep(0.001)
+
+    def look(self) -> bool:
+        """Called by the watchdog: forget what is done, and end what takes too long. Whether anything is pending."""
+        owner, pending = self._owner(), self._pending
+        if owner is None or owner.failure is not None:
+            pending.clear()
+        while pending and _is_done(pending[0].ended):
+            done = pending.popleft()
+            self._events += (done.began, done.ended)
+        if not pending or owner is None:
+            return False
+        launch = pending[0]
+        waited = launch.waited()
+        if waited > min(SUSPECT_SECONDS, launch.timeout / 2):
+            timed_out = waited > launch.timeout
+            if timed_out or waited - launch.looked > SUSPECT_SECONDS:
+                launch.looked = waited
+                fault = owner.find_fault(launch, waited, timed_out=timed_out)
+                if fault is not None and not _is_done(launch.ended):
+                    pending.clear()
+                    owner.give_up(fault)
+        return bool(pending)
+
+    def close(self) -> None:
+        self._watchdog.forget(self)
+
+
+class Watchdog:
+    """Looks after the launches of a transport and of what was split off it, in a thread that lives as long as they."""
+
+    def __init__(self) -> None:
+        self._channels: weakref.WeakSet[CudaLaunches] = weakref.WeakSet()
+        self._pending = threading.Event()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def watch(self, channel: CudaLaunches) -> None:
+        self._channels.add(channel)
+
+    def forget(self, channel: CudaLaunches) -> None:
+        """`channel` launches nothing any more; the last one ends the thread."""
+        self._channels.discard(channel)
+        if not self._channels:
+            self._ended.set()
+            self._pending.set()
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join()
+            self._thread = None
+
+    def wake(self) -> None:
+        """Something has been launched."""
+        if self._thread is None:
+            with self._starting:
+                if self._thread is None:
+                    self._ended.clear()
+                    args = (weakref.ref(self), self._pending, self._ended)
+                    self._thread = threading.Thread(target=_look_after, args=args, name="murmura-watchdog", daemon=True)
+                    self._thread.start()
+        if not self._pending.is_set():
+            self._pending.set()
+
+    def look(self) -> None:
+        self._pending.clear()
+        for channel in list(self._channels):
+            if channel.look():
+                self._pending.set()
+
+
+def _look_after(reference: weakref.ref[Watchdog], pending: threading.Event, ended: threading.Event) -> None:
+    """The thread: holds the watchdog only while it looks, so that a transport that is dropped takes it along."""
+    while not ended.wait(LOOK_SECONDS):
+        if not pending.wait(1.0):
+            if reference() is None:
+                return
+            continue
+        watchdog = reference()
+        if watchdog is None:
+            return
+        watchdog.look()
+        del watchdog

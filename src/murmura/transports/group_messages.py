@@ -1,0 +1,82 @@
+"""Operations on a process group of torch's, in its own terms."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from murmura.transports.checks import Pairs
+from murmura.types import ReduceOp
+
+PART_BYTES = 2**20
+OPS: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MEAN: dist.ReduceOp.SUM,  # then divided: not every group has a mean
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+    ReduceOp.BAND: dist.ReduceOp.BAND,
+    ReduceOp.BOR: dist.ReduceOp.BOR,
+    ReduceOp.BXOR: dist.ReduceOp.BXOR,
+}
+MEAN: Any = dist.ReduceOp.AVG
+NATIVE_DTYPES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64
+)  # fmt: skip
+
+
+def is_raw_on_cuda(tensor: Tensor) -> bool:
+    """Whether the bytes of `tensor` lie side by side on a GPU and are its values."""
+    return tensor.is_cuda and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def start(group: Any, device: torch.device | None, sends: Pairs, recvs: Pairs) -> Any:
+    """Start all messages and return their works; on a GPU, `device`, as one, or they would wait for each other."""
+    if device is None:
+        works = [group.recv([out.view(torch.uint8)], src, 0) for out, src in recvs]
+        return works + [group.send([tensor.view(torch.uint8)], dst, 0) for tensor, dst in sends]
+    # A group of torch.distributed asks for the device; a bare backend has one.
+    of_device = [device] if isinstance(group, dist.ProcessGroup) else []
+    group._start_coalescing(*of_device)
+    for out, src in recvs:
+        group.recv([out.view(torch.uint8)], src, 0)
+    for tensor, dst in sends:
+        group.send([tensor.view(torch.uint8)], dst, 0)
+    return group._end_coalescing(*of_device)
+
+
+def stream(
+    group: Any, wait: Callable[[Any], None], outgoing: Tensor, dst: int, incoming: Tensor, src: int
+) -> Iterator[tuple[int, int]]:
+    """Exchange flat tensors in parts; yield the bounds of each as soon as `wait` for it returns."""
+    step = max(1, PART_BYTES // outgoing.element_size())
+    parts = [(start, min(start + step, incoming.numel())) for start in range(0, incoming.numel(), step)]
+    receives = [group.recv([incoming[start:stop].view(torch.uint8)], src, 0) for start, stop in parts]
+    sends = [
+        group.send([outgoing[start : start + step].view(torch.uint8)], dst, 0)
+        for start in range(0, outgoing.numel(), step)
+    ]
+    for work, bounds in zip(receives, parts, strict=True):
+        wait(work)
+        yield bounds
+    for work in sends:
+        wait(work)
+
+
+def close_connections(group: Any, peers: Sequence[int]) -> None:
+    """End what waits in a Gloo group: its abort does nothing, but a receive that times out closes its connections."""
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            nothing = torch.empty(1, dtype=torch.uint8)
+            group.recv([nothing], peer, 1).wait(timedelta(milliseconds=1))

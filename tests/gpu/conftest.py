@@ -1,0 +1,50 @@
+"""Worlds of NCCL ranks on one GPU, kept alive between tests: it takes seconds to start one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from murmura import Transport
+from murmura.tools.one_gpu import OneGPU
+from worlds import SECONDS, World
+
+SIZES = (2, 3, 4)
+
+
+def arrive(transport: Transport) -> int:
+    """What a rank does first: it takes the GPU and meets the others."""
+    transport.barrier()
+    return transport.rank
+
+
+@pytest.fixture(scope="session", params=SIZES, ids=lambda size: f"{size} ranks")
+def nccl(request: pytest.FixtureRequest) -> Iterator[OneGPU]:
+    """NCCL ranks on one GPU, by MPS side by side."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    with OneGPU(request.param, timeout=SECONDS) as gpu:
+        assert gpu.run(arrive) == list(range(request.param))
+        yield gpu
+
+
+class NcclWorld(World):
+    """The world of the contract suites, on ranks that are there already."""
+
+    gpu: OneGPU
+
+    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = SECONDS) -> list[Any]:
+        if world_size != self.gpu.num_ranks:
+            pytest.skip(f"it runs on {self.gpu.num_ranks} ranks now")
+        return self.gpu.run(fn, *args)
+
+
+@pytest.fixture
+def world(nccl: OneGPU) -> World:
+    """What the contract suites ask for."""
+    world = NcclWorld("nccl", "processes", "nccl", exact=False, checks=False, checks_messages=False)
+    object.__setattr__(world, "gpu", nccl)
+    return world

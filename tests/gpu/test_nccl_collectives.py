@@ -1,0 +1,147 @@
+"""NCCL with 2, 3 and 4 ranks on one GPU: CUDA tensors, streams with long kernels before and after, several channels."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import murmura
+from gpu.test_cuda import all_collectives, around_a_long_kernel, assert_same, cpu_collectives, train
+from murmura import AsyncModelAverageAlgorithm, Transport, run_world
+from murmura.tools.one_gpu import OneGPU
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(180),
+]
+
+LONG_CYCLES = 100_000_000  # about 50 ms
+
+
+def test_collectives_on_cuda_equal_those_on_the_cpu(nccl: OneGPU) -> None:
+    on_cuda = nccl.run(all_collectives)
+    on_cpu = run_world(cpu_collectives, nccl.num_ranks, kind="threads", timeout=60)
+    for rank in range(nccl.num_ranks):
+        for what in on_cpu[rank]:
+            assert_same(on_cuda[rank][what], on_cpu[rank][what], f"rank {rank}: {what}")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_streams_are_kept_in_order(nccl: OneGPU, asynchronous: bool) -> None:
+    size = nccl.num_ranks
+    expected = [2.0 * sum(rank + step for rank in range(size)) for step in range(5)]
+    assert nccl.run(around_a_long_kernel, asynchronous) == [expected] * size
+
+
+def means(transport: Transport) -> dict[str, bool]:
+    """Whether a mean on the GPU has the bits of a sum that is divided."""
+    found = {}
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        values = torch.randn(10_007, generator=torch.Generator().manual_seed(transport.rank)).to(dtype).cuda()
+        wide = values.float() if dtype is torch.float16 else values.clone()
+        transport.all_reduce(wide)
+        transport.all_reduce(values, "mean")
+        found[str(dtype)] = torch.equal(values, wide.div_(transport.world_size).to(dtype))
+    return found
+
+
+def test_a_mean_is_the_sum_divided(nccl: OneGPU) -> None:
+    for found in nccl.run(means):
+        assert all(found.values()), found
+
+
+def test_ddp_keeps_ranks_bit_equal(nccl: OneGPU) -> None:
+    results = nccl.run(train)
+    for weights in results[1:]:
+        assert all(torch.equal(own, first) for own, first in zip(weights, results[0], strict=True))
+
+
+def host_does_not_wait(transport: Transport) -> tuple[float, float, float]:
+    """How long the host took to launch operations behind a long kernel, until they were done, and what came."""
+    tensor = torch.full((1_000_003,), float(transport.rank), device="cuda")
+    transport.all_reduce(tensor.clone())
+    torch.cuda.synchronize()
+    transport.barrier()
+    torch.cuda._sleep(6 * LONG_CYCLES)
+    began = time.perf_counter()
+    transport.all_reduce(tensor)
+    ticket = transport.all_reduce(tensor.clone(), async_op=True)
+    launched = time.perf_counter() - began
+    assert not ticket.done()
+    total = ticket.wait()[0]  # the current stream waits
+    torch.cuda.synchronize()
+    return launched, time.perf_counter() - began, float(total)
+
+
+def test_the_host_does_not_wait_for_an_operation(nccl: OneGPU) -> None:
+    size = nccl.num_ranks
+    for launched, done, total in nccl.run(host_does_not_wait):
+        assert launched < 0.05 < 0.2 < done
+        assert total == size * size * (size - 1) / 2
+
+
+def three_at_once(transport: Transport, num_rounds: int) -> list[Any]:
+    """Two models, one averaged by the clock in a thread of its own, and the user's own collectives, behind kernels."""
+    torch.manual_seed(0)
+    by_clock = murmura.DDP(
+        nn.Linear(512, 512).cuda(), transport, algorithm=AsyncModelAverageAlgorithm(sync_interval_ms=20)
+    )
+    in_step = murmura.DDP(nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).cuda(), transport)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (by_clock, in_step)]
+    own, totals = transport.channel("the user's own"), []
+    for number in range(num_rounds):
+        x = torch.full((8, 512), float(number + transport.rank), device="cuda")
+        torch.cuda._sleep(LONG_CYCLES // 5)
+        loss = by_clock(x).square().mean() + in_step(x).square().mean()
+        loss.backward()
+        torch.cuda._sleep(LONG_CYCLES // 10)
+        totals.append(own.all_reduce(torch.full((5,), float(number + transport.rank), device="cuda")))
+        transport.all_reduce(loss.detach())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    in_step.verify_in_sync()
+    by_clock.close()
+    in_step.close()
+    own.close()
+    return [float(total[0]) for total in totals]
+
+
+def test_several_communicators_behind_long_kernels(nccl: OneGPU) -> None:
+    size = nccl.num_ranks
+    expected = [size * number + size * (size - 1) / 2 for number in range(20)]
+    assert nccl.run(three_at_once, 20) == [expected] * size
+
+
+def on_several_streams(transport: Transport) -> bool:
+    """Whether a bucket that was filled on two streams holds the mean of both parts."""
+    layers = nn.ModuleList([nn.Linear(256, 256, bias=False) for _ in range(2)]).cuda()
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.fill_(1.0)
+    ddp = murmura.DDP(layers, transport)
+    other = torch.cuda.Stream()
+    ok = True
+    for number in range(4):
+        for layer in layers:
+            layer.weight.grad = None
+        x = torch.full((1, 256), float(number + transport.rank), device="cuda")
+        torch.cuda.synchronize()
+        first = layers[0](x).sum()
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(LONG_CYCLES)
+            second = layers[1](x).sum()
+        (first + second.to(first.device)).backward()
+        expected = number + (transport.world_size - 1) / 2
+        ok = ok and all(bool((layer.weight.grad == expected).all()) for layer in layers)
+    ddp.close()
+    return ok
+
+
+def test_gradients_of_several_streams_meet_in_a_bucket(nccl: OneGPU) -> None:
+    assert all(nccl.run(on_several_streams))

@@ -1,0 +1,60 @@
+"""The contract suites of transports on NCCL, with 2, 3 and 4 ranks on one GPU.
+
+Tensors in host memory pass through the GPU there; `test_nccl_collectives.py` asks the same of CUDA tensors. A case for
+another number of ranks is skipped.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from contracts.test_broadcast import (  # noqa: F401
+    test_barrier_returns,
+    test_collectives_of_all_kinds_in_a_row,
+    test_every_dtype_and_every_source,
+    test_from_rank_0_by_default,
+)
+from contracts.test_broadcast import test_bits_pass_unchanged as test_bits_are_broadcast_unchanged  # noqa: F401
+from contracts.test_broadcast import test_tensors_of_every_form as test_broadcast_of_every_form  # noqa: F401
+from contracts.test_concurrency import (  # noqa: F401
+    test_a_barrier_never_lets_go_early,
+    test_hundreds_in_flight_on_two_channels_never_mix,
+    test_operations_of_all_kinds_in_flight,
+    test_synchronous_calls_wait_for_asynchronous_ones,
+    test_threads_that_share_a_transport,
+)
+from contracts.test_exchange import (  # noqa: F401
+    test_a_channel_waits_for_nothing_but_itself,
+    test_a_shift_round_the_ring,
+    test_a_subgroup_numbers_its_ranks_in_the_order_given,
+    test_all_pairs_both_ways_in_one_exchange,
+    test_asynchronous_exchanges_keep_their_order,
+    test_bits_pass_unchanged,
+    test_exchanges_between_collectives,
+    test_groups_in_groups,
+    test_isend_and_irecv,
+    test_messages_arrive_in_the_order_they_were_sent,
+    test_tensors_of_every_form,
+    test_the_same_name_twice_is_two_channels,
+    test_threads_on_channels_of_their_own,
+)
+from contracts.test_gather import (  # noqa: F401
+    test_all_gather_and_gather,
+    test_refusals,
+    test_scalars,
+    test_scatter_and_all_to_all,
+    test_sums_of_whole_numbers,
+    test_tensors_of_other_forms,
+)
+from contracts.test_transports import (  # noqa: F401
+    test_long_buffers,
+    test_short_buffers,
+    test_where_the_order_of_summation_changes,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(120),
+]
