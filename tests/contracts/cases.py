@@ -16,12 +16,13 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 COMPLEX = (torch.complex64, torch.complex128)
 REDUCIBLE = (*FLOATS, *INTEGERS, *COMPLEX, torch.bool)
-OPS = ("sum", "mean", "min", "max", "product", "band", "bor", "bxor")
+BITWISE = ("band", "bor", "bxor")
+OPS = ("sum", "mean", "min", "max", "product", *BITWISE)
 
 
 def is_legal(op: str, dtype: torch.dtype) -> bool:
     """Whether the library promises to reduce `dtype` so."""
-    if op in ("band", "bor", "bxor"):
+    if op in BITWISE:
         return not (dtype.is_floating_point or dtype.is_complex)
     if dtype.is_complex:
         return op not in ("min", "max")
@@ -47,11 +48,17 @@ class Case:
         place = torch.arange(self.length)
         if self.op == "product":  # one rank brings a two, the others ones
             return (1 + (place % world_size == rank).long()).to(self.dtype)
+        if self.op in BITWISE:  # all ranks bring a one at even places, rank 0 alone at the others
+            return ((place % 2 == 0) | (rank == 0)).to(self.dtype)
         return (place % 7 + 2 * rank).to(self.dtype)
 
     def answer(self, world_size: int) -> Tensor:
         """The exact result, by a formula."""
         place, n = torch.arange(self.length) % 7, world_size
+        if self.op in BITWISE:
+            even = torch.arange(self.length) % 2 == 0
+            ones = {"band": even | (n == 1), "bor": torch.ones_like(even), "bxor": ~even | (n % 2 == 1)}
+            return ones[self.op].to(self.dtype)
         values = {
             "sum": n * place + n * (n - 1),
             "mean": place + n - 1,

@@ -378,6 +378,7 @@ def test_torch_ddp_around_is_refused_in_the_first_forward(around: str) -> None:
             outer = DistributedDataParallel(ddp if around == "the wrapper" else ddp.module)
             with pytest.raises(UsageError, match="torch's DistributedDataParallel wraps a module"):
                 outer(number(1))
+            del outer  # torch hangs when a wrapper of its own outlives the group
     finally:
         dist.destroy_process_group()
 

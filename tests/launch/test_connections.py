@@ -227,7 +227,7 @@ def test_a_thread_that_torch_does_not_let_end_holds_no_store(monkeypatch: pytest
             store.check(["connected"])
         ended.set()
 
-    monkeypatch.setattr(group_building, "_make_group", make_group)
+    monkeypatch.setattr(group_building, "group_maker", lambda store, *_: lambda: make_group(store))
     monkeypatch.setattr(group_building, "under", lambda store, prefix: store)
     store = _Store()
     kept = weakref.ref(store)

@@ -67,8 +67,8 @@ def main(out):
     state = {f"g.{name}": value for name, value in generator.module.state_dict().items()}
     state |= {f"d.{name}": value for name, value in discriminator.module.state_dict().items()}
     torch.save({"losses": torch.stack(losses), **state}, f"{out}.{os.environ['RANK']}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    dist.destroy_process_group()

@@ -44,8 +44,8 @@ def main():
             losses.append(total / world_size)
         scheduler.step()
     torch.save({"losses": torch.stack(losses), **model.module.state_dict()}, f"{args.out}.{os.environ['RANK']}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()

@@ -42,8 +42,8 @@ def main(out):
         scaler.update()
         scales.append(scaler.get_scale())
     torch.save({"scales": torch.tensor(scales), **model.state_dict()}, f"{out}.{os.environ['RANK']}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    dist.destroy_process_group()

@@ -39,8 +39,8 @@ def main(out):
         model(inputs).square().mean().backward()
         optimizer.step()
     torch.save(net.state_dict(), f"{out}.{os.environ['RANK']}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    dist.destroy_process_group()
