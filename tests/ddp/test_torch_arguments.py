@@ -233,3 +233,17 @@ def test_other_refusals() -> None:
         DDP(Sharded(), device_mesh=Mesh(1))
     with pytest.raises(UsageError, match="no parameters"):
         DDP(nn.Module())
+
+
+@pytest.mark.parametrize(
+    ("positional", "options", "message"),
+    [
+        ((0,), {}, r"device ids are a list, such as \[0\]"),
+        ((["x"],), {}, "'x' in device_ids or output_device is no device"),
+        ((), {"output_device": "nowhere"}, "'nowhere' in device_ids or output_device is no device"),
+        ((), {"device_mesh": "mesh"}, "device_mesh='mesh' is no DeviceMesh"),
+    ],
+)
+def test_what_is_no_device_is_named(positional: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DDP(weight(), *positional, **options)

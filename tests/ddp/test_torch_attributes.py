@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -124,3 +125,14 @@ def test_require_forward_param_sync_holds_back_the_buffers_of_one_round() -> Non
         return seen
 
     assert on_ranks(run, 2) == [[0.0, 0.0], [1.0, 0.0]]
+
+
+class _Broken(torch.nn.Linear):
+    @property
+    def broken(self) -> float:
+        raise AttributeError("this module has no scale yet")
+
+
+def test_an_error_inside_a_property_of_the_module_names_the_module() -> None:
+    with closing(DDP(_Broken(1, 1))) as ddp, pytest.raises(AttributeError, match="'_Broken' object"):
+        ddp.broken  # noqa: B018

@@ -55,6 +55,22 @@ CASES = {
         "import os; from torch.nn.parallel import DataParallel, DistributedDataParallel as DDP\n",
         "import os; from murmura import DDP; from torch.nn.parallel import DataParallel\n",
     ),
+    "by another name": (
+        "import torch\nDDP = torch.nn.parallel.DistributedDataParallel\nmodel = DDP(net, [0], 0)\n",
+        "import murmura\nimport torch\nDDP = murmura.DDP\nmodel = DDP(net, device_ids=[0], output_device=0)\n",
+    ),
+    "no import before a decorated function": (
+        "@main\ndef f():\n    import torch\n    return torch.nn.parallel.DistributedDataParallel(m)\n",
+        "import murmura\n@main\ndef f():\n    import torch\n    return murmura.DDP(m)\n",
+    ),
+    "used before the first import": (
+        "if True:\n    import torch\nD = torch.nn.parallel.DistributedDataParallel\nimport os\n",
+        "import murmura\nif True:\n    import torch\nD = murmura.DDP\nimport os\n",
+    ),
+    "murmura in a function": (
+        "import torch\nd = torch.nn.parallel.DistributedDataParallel(n)\ndef f():\n    import murmura\n",
+        "import murmura\nimport torch\nd = murmura.DDP(n)\ndef f():\n    import murmura\n",
+    ),
     "by its full name": (
         "import torch\nmodel = torch.nn.parallel.DistributedDataParallel(net)\n",
         "import murmura\nimport torch\nmodel = murmura.DDP(net)\n",
@@ -165,3 +181,10 @@ def test_standard_input_becomes_standard_output() -> None:
         check=True,
     )
     assert ended.stdout == after
+
+
+def test_a_script_that_would_no_longer_parse_is_left_as_it_is() -> None:
+    source = "from torch.nn.parallel import DistributedDataParallel as DDP\nDDP(m, ( # note\n [0]))\n"
+    done = migrate(source)
+    assert done.source == source
+    assert any("by hand" in note.text for note in done.notes)

@@ -76,6 +76,8 @@ class TorchArguments:
             return
         if self.process_group is not None:
             raise UsageError("Cannot specify both process_group and device_mesh arguments. Leave one of them out.")
+        if not hasattr(self.device_mesh, "ndim"):
+            raise ConfigError(f"device_mesh={self.device_mesh!r} is no DeviceMesh. Make one with init_device_mesh().")
         if self.device_mesh.ndim != 1:
             raise UsageError(
                 f"Only 1D device mesh is supported, but this one has {self.device_mesh.ndim} dimensions. Give the one "
@@ -149,6 +151,8 @@ def split_positional(transport: Any, device_ids: Any) -> tuple[Any, Any]:
         if device_ids is not None:
             raise ConfigError(f"device_ids are given twice: {transport!r} and {device_ids!r}. Give them once.")
         return None, transport
+    if isinstance(transport, int):
+        raise ConfigError(f"DDP(model, {transport!r}): device ids are a list, such as [{transport!r}].")
     return transport, device_ids
 
 
@@ -171,7 +175,12 @@ def _check_flag(name: str, value: Any) -> None:
 
 
 def _index(device: Any) -> int | None:
-    return device if isinstance(device, int) else torch.device(device).index
+    try:
+        return device if isinstance(device, int) else torch.device(device).index
+    except (RuntimeError, TypeError):
+        raise ConfigError(
+            f"{device!r} in device_ids or output_device is no device. Give a number, such as local_rank, or 'cuda:0'."
+        ) from None
 
 
 def ignored_names(module: nn.Module, ignore: Collection[str]) -> set[str]:

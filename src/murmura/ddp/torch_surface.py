@@ -157,5 +157,5 @@ class TorchSurface(nn.Module, Joinable):
 def _is_offered(module: nn.Module, name: str) -> bool:
     """Whether `module` has a part or a public attribute of that name; private ones are between it and torch."""
     return any(name in each for each in (module._parameters, module._buffers, module._modules)) or (
-        not name.startswith("_") and hasattr(module, name)
+        not name.startswith("_") and (hasattr(type(module), name) or hasattr(module, name))
     )

@@ -31,6 +31,10 @@ CALL_NOTES = {
     "Join": "it works for algorithms that average gradients; `for batch in model.join(loader):` works for all.",
     "init_process_group": "may stay: the group says who the ranks are. Without it DDP(model) reads a launcher's "
     "variables by itself.",
+    **dict.fromkeys(
+        ("get_optimizer_state_dict", "set_optimizer_state_dict", "get_state_dict", "set_state_dict"),
+        "pass model.module: for the wrapper the names of the optimizer's state would begin with 'module.'.",
+    ),
     "PeriodicModelAverager": "it may stay; algorithm=LocalSGDAlgorithm(interval) does this by itself.",
     "PostLocalSGDOptimizer": "it may stay; algorithm=Phased(GradientAllReduceAlgorithm(), until_round=n, "
     "then=LocalSGDAlgorithm(interval)) does this by itself.",
@@ -80,6 +84,11 @@ def migrate(source: str, name: str = "the script") -> Migration:
     changed = source
     for edit in sorted(script.edits, reverse=True):
         changed = changed[: edit.start] + edit.text + changed[edit.end :]
+    try:
+        ast.parse(changed)
+    except SyntaxError as error:
+        note = f"the rewritten script would not parse ({error.msg}), so it was left as it is: change it by hand."
+        return Migration(source, sorted({*script.notes, Note(error.lineno or 1, note)}))
     return Migration(changed, sorted(set(script.notes)))
 
 
@@ -112,11 +121,15 @@ class _Script:
                 self._look_at_import_from(node)
         uses_murmura = False
         for node in ast.walk(self.tree):
+            if isinstance(node, ast.Assign) and self._is_class(node.value):
+                self.classes.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        for node in ast.walk(self.tree):
             if isinstance(node, ast.Attribute) and self._resolve(node) in [f"{each}.{CLASS}" for each in MODULES]:
                 uses_murmura = True
                 self.edits.append(_Edit(*self._span(node), "murmura.DDP"))
             self._look_at(node)
-        if uses_murmura and "murmura" not in self.modules:
+        imported = [alias.name for node in self.tree.body if isinstance(node, ast.Import) for alias in node.names]
+        if uses_murmura and "murmura" not in imported:
             self._import_murmura()
 
     def _look_at_import_from(self, node: ast.ImportFrom) -> None:
@@ -199,10 +212,11 @@ class _Script:
             )
 
     def _import_murmura(self) -> None:
-        """Add `import murmura` before the first import, or statement, that is no __future__."""
-        later = [node for place, node in enumerate(self.tree.body) if not _comes_first(node, place)]
-        first = next((node for node in later if isinstance(node, ast.Import | ast.ImportFrom)), later[0])
-        start = self._span(first)[0]
+        """Add `import murmura` before the first statement that is neither a docstring nor a __future__ import."""
+        first = next(node for place, node in enumerate(self.tree.body) if not _comes_first(node, place))
+        decorators = getattr(first, "decorator_list", [])
+        line = min([first.lineno, *(each.lineno for each in decorators)])
+        start = self._starts[line - 1] if decorators else self._span(first)[0]
         self.edits.append(_Edit(start, start, f"import murmura{self._newline()}"))
 
     # Names and places
