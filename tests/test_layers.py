@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "murmura"
 # From the lowest layer to the highest: a module imports from its own layer and from those before it.
 LAYERS = (
     {"errors", "types"},
+    {"registry"},
     {"environment"},
     {"config"},
     {"buckets", "compressors"},

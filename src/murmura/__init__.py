@@ -33,10 +33,11 @@ from murmura.algorithms import (
     QAdamAlgorithmImpl,
     QAdamOptimizer,
     Replica,
+    register_algorithm,
 )
 from murmura.buckets import Bucket
 from murmura.checkpoint import Checkpointer
-from murmura.compressors import Cast, Compressor, ErrorFeedback, MinMaxUInt8
+from murmura.compressors import Cast, Compressor, ErrorFeedback, MinMaxUInt8, register_compressor
 from murmura.config import DistributedConfig, DistributedTrainConfig
 from murmura.ddp import DDP, seed_everything
 from murmura.errors import (
@@ -136,6 +137,8 @@ __all__ = [
     "data",
     "lab",
     "observe",
+    "register_algorithm",
+    "register_compressor",
     "run_world",
     "seed_everything",
 ]

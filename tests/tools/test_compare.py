@@ -22,6 +22,7 @@ from murmura.algorithms import (
     algorithm_named,
     algorithm_names,
 )
+from murmura.algorithms.qadam import WARMUP_SHARE
 from murmura.compressors import Cast
 from murmura.observe import Record
 from murmura.tools.cli.main import app
@@ -30,7 +31,7 @@ from murmura.tools.experiments import comparison as comparing
 from murmura.tools.experiments import report as reports
 from murmura.tools.experiments.compare_spec import BLOCK_STEPS, TORCH_DDP, ComparisonSpec
 from murmura.tools.experiments.comparison import Row, common_target, contradictions, recommendation, row_of
-from murmura.tools.experiments.recipes import WARMUP_SHARE, configuration, optimizer_for, parse_algorithms
+from murmura.tools.experiments.recipes import configuration, optimizer_for, parse_algorithms
 from murmura.tools.experiments.runs import Run
 from tools.lab.conditions import needs_namespaces
 from worlds import SECONDS, ExchangeOnly
@@ -141,7 +142,7 @@ def sent_per_step(transport: Transport, name: str, steps: int) -> float:
     traced = TracedTransport(transport)
     model = nn.Sequential(nn.Linear(256, 255, bias=False))
     ddp = DDP(model, ExchangeOnly(traced), algorithm=algorithm_named(name), broadcast_buffers=False)
-    optimizer = optimizer_for(name, ddp, 1e-3, steps)
+    optimizer = optimizer_for(name, ddp.parameters(), 1e-3, steps)
     before = 0
     for step in range(2 * steps):
         if step == steps:  # whatever settles at the beginning, and QAdam's warm-up, are over
@@ -256,8 +257,8 @@ def test_step_times_against_the_formulas_are_noticed() -> None:
     ("arguments", "message"),
     [
         (("--task", "chess"), "task 'chess' is unknown."),
-        (("--algorithms", "magic"), "--algorithms='magic' is unknown."),
-        (("--algorithms", ","), "--algorithms='' is unknown."),
+        (("--algorithms", "magic"), "algorithm='magic' is unknown."),
+        (("--algorithms", ","), "algorithm='' is unknown."),
         (("--ranks", "1"), "ranks=1: synchronising is compared with 2 to 64 ranks."),
         (("--steps", "0"), "steps=0: give a number at least 1."),
         (("--bandwidth", "fast"), "bandwidth='fast': write bits per second"),

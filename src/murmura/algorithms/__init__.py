@@ -12,7 +12,7 @@ from murmura.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
 )
-from murmura.algorithms.names import algorithm_named, algorithm_names
+from murmura.algorithms.names import algorithm_named, algorithm_names, register_algorithm
 from murmura.algorithms.phased import Phased
 from murmura.algorithms.qadam import QAdamAlgorithm, QAdamAlgorithmImpl
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer
@@ -42,4 +42,5 @@ __all__ = [
     "Replica",
     "algorithm_named",
     "algorithm_names",
+    "register_algorithm",
 ]

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from murmura.algorithms.averaging_loop import AveragingLoop, mean_minus
 from murmura.algorithms.background_exchange import BackgroundExchanges, PendingExchange
-from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters, Replica
 from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.names import LOCAL_STEPS, register_algorithm
 from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import FlatWeights
 from murmura.buckets import Bucket
@@ -148,6 +149,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._channel.close()
 
 
+@register_algorithm("async", sync_interval_rounds=LOCAL_STEPS)
 @dataclass(frozen=True)
 class AsyncModelAverageAlgorithm(Algorithm):
     """Averages the weights beside training, every `sync_interval_ms`; ranks may take unequal numbers of steps.
@@ -171,7 +173,19 @@ class AsyncModelAverageAlgorithm(Algorithm):
         if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
             raise ConfigError(f"warmup_rounds={rounds!r} must be a whole number, at least 0.")
 
-    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
+    def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
         if self.sync_interval_rounds is None:
-            return super().bytes_per_round(num_parameters, num_ranks)
-        return mean_bytes(num_parameters, num_ranks) / self.sync_interval_rounds
+            return super().bytes_per_round(parameters, num_ranks)
+        return mean_bytes(parameters, num_ranks) / self.sync_interval_rounds
+
+    @property
+    def period(self) -> int:
+        return self.sync_interval_rounds or 1
+
+    @property
+    def hides_exchange(self) -> bool:
+        return True
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        return False

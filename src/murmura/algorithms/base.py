@@ -6,7 +6,7 @@ runs for one of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -19,6 +19,10 @@ from murmura.types import Exchanges
 if TYPE_CHECKING:
     from murmura.buckets import Bucket
     from murmura.transports.base import Transport
+
+
+Parameters = int | Sequence[Sequence[int]]
+"""How many elements the parameters of a model have in all, or their shapes."""
 
 
 class Replica(Protocol):
@@ -173,8 +177,32 @@ class Algorithm:
         choices = {field.name: getattr(self, field.name) for field in fields(self)}
         return self.impl(process_group, **choices)
 
-    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
-        """The mean bytes that each rank sends in a round for so many float32, if every rank has a host of its own."""
+    # What commands, benchmarks and reports need to know of an algorithm
+
+    def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
+        """The mean bytes that each rank sends in a round for float32 `parameters`, if each has a host of its own.
+
+        After a warm-up, if there is one. `parameters` are shapes, or the number of elements where shapes do not matter.
+        """
         raise UsageError(
             f"no formula says what {self} sends: by the clock, or in phases, it depends on the run. Measure it."
         )
+
+    @property
+    def period(self) -> int:
+        """The rounds from one exchange to the next: 1 if the ranks communicate in every round."""
+        return 1
+
+    @property
+    def hides_exchange(self) -> bool:
+        """Whether an exchange travels while the next gradients are computed, so that a step may take no longer."""
+        return False
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        """Whether all replicas hold the same weights after every `period`."""
+        return True
+
+    def own_optimizer(self, parameters: Iterable[nn.Parameter], lr: float, num_steps: int) -> Optimizer | None:
+        """The optimizer that it needs, for a run of `num_steps`; None if it works with any."""
+        return None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from murmura.algorithms.base import Algorithm, AlgorithmImpl
-from murmura.algorithms.checks import instances_of, yes_or_no
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
+from murmura.algorithms.checks import take_compressor, yes_or_no
 from murmura.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
+from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.traffic import mean_bytes
 from murmura.compressors import Compressor, MinMaxUInt8
 
@@ -16,6 +17,7 @@ class ByteGradAlgorithmImpl(GradientAllReduceAlgorithmImpl):
     """The running state of `ByteGradAlgorithm` for one model."""
 
 
+@register_algorithm("bytegrad")
 @dataclass(frozen=True)
 class ByteGradAlgorithm(Algorithm):
     """Averages (or sums) compressed gradients: Q(mean Q(g)), bit-equal on all ranks."""
@@ -24,11 +26,11 @@ class ByteGradAlgorithm(Algorithm):
 
     hierarchical: bool = True
     average: bool = True
-    compressor: Compressor = field(default_factory=MinMaxUInt8, kw_only=True)
+    compressor: Compressor | str = field(default_factory=MinMaxUInt8, kw_only=True)
 
     def __post_init__(self) -> None:
         yes_or_no(hierarchical=self.hierarchical, average=self.average)
-        instances_of(Compressor, compressor=self.compressor)
+        take_compressor(self, self.compressor)
 
-    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
-        return mean_bytes(num_parameters, num_ranks, self.compressor)
+    def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
+        return mean_bytes(parameters, num_ranks, self.compressor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from numbers import Real
 
+from murmura.compressors import Compressor, compressor_named
 from murmura.errors import ConfigError
 
 
@@ -32,3 +33,11 @@ def at_least_one(**choices: int) -> None:
     for name, value in choices.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name}={value!r} must be a whole number, at least 1.")
+
+
+def take_compressor(choices: object, compressor: object) -> None:
+    """Let `choices`, a frozen dataclass, hold `compressor`, which may be given by name; `ConfigError` if it is none."""
+    if isinstance(compressor, str):
+        object.__setattr__(choices, "compressor", compressor_named(compressor))
+    else:
+        instances_of(Compressor, compressor=compressor)

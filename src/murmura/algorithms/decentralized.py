@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from murmura.algorithms.background_exchange import BackgroundExchanges, PendingExchange
-from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters, Replica
 from murmura.algorithms.checks import at_least_one, yes_or_no
 from murmura.algorithms.hierarchy import Hierarchy
+from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.peers import shift_one_peer
 from murmura.algorithms.traffic import mean_bytes, payload_bytes
 from murmura.algorithms.weights import FlatWeights
@@ -152,6 +153,8 @@ def averaged(x: Tensor, average: Tensor, before: Tensor) -> Tensor:
     return torch.where(x == before, average, x + average - before)
 
 
+@register_algorithm("decentralized")
+@register_algorithm("shift_one", peer_selection_mode="shift_one")
 @dataclass(frozen=True)
 class DecentralizedAlgorithm(Algorithm):
     """Averages the weights while forward and backward run, then steps on the local gradient.
@@ -172,8 +175,20 @@ class DecentralizedAlgorithm(Algorithm):
         mode = parse(PeerSelection, self.peer_selection_mode, "peer_selection_mode")
         object.__setattr__(self, "peer_selection_mode", mode)  # a string becomes a member
 
-    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
+    def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
         if self.peer_selection_mode is PeerSelection.ALL:
-            return mean_bytes(num_parameters, num_ranks) / self.communication_interval
+            return mean_bytes(parameters, num_ranks) / self.communication_interval
         share = (num_ranks - num_ranks % 2) / num_ranks  # with an odd number one rank has no peer
-        return share * payload_bytes(num_parameters) / self.communication_interval
+        return share * payload_bytes(parameters) / self.communication_interval
+
+    @property
+    def period(self) -> int:
+        return self.communication_interval
+
+    @property
+    def hides_exchange(self) -> bool:
+        return True
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        return False

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from murmura.algorithms.after_step import AfterStepImpl
-from murmura.algorithms.base import Algorithm, AlgorithmImpl
-from murmura.algorithms.checks import at_least_one, instances_of, is_real
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
+from murmura.algorithms.checks import at_least_one, is_real, take_compressor
 from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean, Residual
+from murmura.algorithms.names import LOCAL_STEPS, register_algorithm
 from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import FlatWeights, as_real
 from murmura.compressors import Compressor
@@ -139,6 +140,7 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         return flats
 
 
+@register_algorithm("diloco", interval=LOCAL_STEPS)
 @dataclass(frozen=True)
 class DiLoCoAlgorithm(Algorithm):
     """Applies Nesterov momentum to the mean change of the weights after every `interval`-th round.
@@ -151,7 +153,7 @@ class DiLoCoAlgorithm(Algorithm):
     interval: int
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    compressor: Compressor | None = field(default=None, kw_only=True)
+    compressor: Compressor | str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         lr, momentum = self.outer_lr, self.outer_momentum
@@ -161,7 +163,11 @@ class DiLoCoAlgorithm(Algorithm):
                 f"outer_lr={lr!r} must be a number above 0, and outer_momentum={momentum!r} one from 0 up to below 1."
             )
         if self.compressor is not None:
-            instances_of(Compressor, compressor=self.compressor)
+            take_compressor(self, self.compressor)
 
-    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
-        return mean_bytes(num_parameters, num_ranks, self.compressor) / self.interval
+    def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
+        return mean_bytes(parameters, num_ranks, self.compressor) / self.interval
+
+    @property
+    def period(self) -> int:
+        return self.interval

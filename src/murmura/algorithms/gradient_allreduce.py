@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.optim import Optimizer
 
-from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
-from murmura.algorithms.checks import instances_of, yes_or_no
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters, Replica
+from murmura.algorithms.checks import take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean, Residual
 from murmura.algorithms.hierarchy import Hierarchy
+from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import as_real
 from murmura.buckets import Bucket
@@ -127,6 +128,7 @@ def _real_numels(bucket: Bucket) -> list[int]:
     return [numel * (2 if bucket.flat.is_complex() else 1) for numel in bucket.numels]
 
 
+@register_algorithm("gradient_allreduce")
 @dataclass(frozen=True)
 class GradientAllReduceAlgorithm(Algorithm):
     """Averages (or, with ``average=False``, sums) gradients bucket by bucket during backward.
@@ -138,12 +140,12 @@ class GradientAllReduceAlgorithm(Algorithm):
 
     hierarchical: bool = False
     average: bool = True
-    compressor: Compressor | None = field(default=None, kw_only=True)
+    compressor: Compressor | str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         yes_or_no(hierarchical=self.hierarchical, average=self.average)
         if self.compressor is not None:
-            instances_of(Compressor, compressor=self.compressor)
+            take_compressor(self, self.compressor)
 
-    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
-        return mean_bytes(num_parameters, num_ranks, self.compressor)
+    def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
+        return mean_bytes(parameters, num_ranks, self.compressor)

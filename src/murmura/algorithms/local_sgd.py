@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from murmura.algorithms.after_step import AfterStepImpl
-from murmura.algorithms.base import Algorithm, AlgorithmImpl
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
 from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.names import LOCAL_STEPS, register_algorithm
 from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import FlatWeights
 from murmura.types import ReduceOp
@@ -31,6 +32,7 @@ class LocalSGDAlgorithmImpl(AfterStepImpl):
         self._weights.write(self._flats)
 
 
+@register_algorithm("local_sgd", interval=LOCAL_STEPS)
 @dataclass(frozen=True)
 class LocalSGDAlgorithm(Algorithm):
     """Averages weights after the step of every `interval`-th round."""
@@ -42,5 +44,9 @@ class LocalSGDAlgorithm(Algorithm):
     def __post_init__(self) -> None:
         at_least_one(interval=self.interval)
 
-    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
-        return mean_bytes(num_parameters, num_ranks) / self.interval
+    def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
+        return mean_bytes(parameters, num_ranks) / self.interval
+
+    @property
+    def period(self) -> int:
+        return self.interval

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from murmura.algorithms.after_step import AfterStepImpl
-from murmura.algorithms.base import Algorithm, AlgorithmImpl
-from murmura.algorithms.checks import at_least_one, instances_of, yes_or_no
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
+from murmura.algorithms.checks import at_least_one, take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread, cut
 from murmura.algorithms.hierarchy import Hierarchy
+from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.peers import ring_neighbours
 from murmura.algorithms.traffic import payload_bytes
 from murmura.algorithms.weights import FlatWeights, as_real
@@ -185,6 +186,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
                 self._weights.load_by_name(own, saved)
 
 
+@register_algorithm("low_precision_decentralized")
 @dataclass(frozen=True)
 class LowPrecisionDecentralizedAlgorithm(Algorithm):
     """Sends the compressed change of the weights to both ring neighbours after the optimizer's step.
@@ -196,12 +198,12 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
 
     hierarchical: bool = True
     communication_interval: int = 1
-    compressor: Compressor = field(default_factory=MinMaxUInt8, kw_only=True)
+    compressor: Compressor | str = field(default_factory=MinMaxUInt8, kw_only=True)
 
     def __post_init__(self) -> None:
         yes_or_no(hierarchical=self.hierarchical)
         at_least_one(communication_interval=self.communication_interval)
-        instances_of(Compressor, compressor=self.compressor)
+        take_compressor(self, self.compressor)
         if isinstance(self.compressor, ErrorFeedback):
             raise ConfigError(
                 "LowPrecisionDecentralizedAlgorithm sends the difference to what its neighbours know, so what one "
@@ -209,6 +211,14 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
                 "compressor itself."
             )
 
-    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
+    def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
         num_neighbours = min(2, num_ranks - 1)
-        return num_neighbours * payload_bytes(num_parameters, self.compressor) / self.communication_interval
+        return num_neighbours * payload_bytes(parameters, self.compressor) / self.communication_interval
+
+    @property
+    def period(self) -> int:
+        return self.communication_interval
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        return False

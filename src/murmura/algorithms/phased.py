@@ -124,3 +124,15 @@ class Phased(Algorithm):
     def __post_init__(self) -> None:
         at_least_one(until_round=self.until_round)
         instances_of(Algorithm, first=self.first, then=self.then)
+
+    @property
+    def period(self) -> int:
+        return self.then.period
+
+    @property
+    def hides_exchange(self) -> bool:
+        return self.then.hides_exchange
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        return self.then.keeps_replicas_equal

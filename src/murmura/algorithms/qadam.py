@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters, Replica
 from murmura.algorithms.checks import instances_of, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean
 from murmura.algorithms.hierarchy import Hierarchy
+from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer
 from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import as_real
@@ -26,6 +27,9 @@ from murmura.types import Exchanges, ReduceOp
 
 if TYPE_CHECKING:
     from murmura.transports.base import Transport
+
+WARMUP_SHARE = 0.2
+"""The share of a run that is warm-up, where nobody says how long: v is frozen afterwards, so it must be accurate."""
 
 
 class QAdamAlgorithmImpl(AlgorithmImpl):
@@ -185,6 +189,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._was_warm = state["is_warm"]
 
 
+@register_algorithm("qadam")
 @dataclass(frozen=True)
 class QAdamAlgorithm(Algorithm):
     """Averages gradients while a QAdamOptimizer warms up, and its first moments in eight bits from then on.
@@ -202,6 +207,9 @@ class QAdamAlgorithm(Algorithm):
         if self.optimizer is not None:
             instances_of(QAdamOptimizer, optimizer=self.optimizer)
 
-    def bytes_per_round(self, num_parameters: int, num_ranks: int) -> float:
+    def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
         """After the warm-up, in which it sends what `GradientAllReduceAlgorithm` does."""
-        return mean_bytes(num_parameters, num_ranks, MinMaxUInt8())
+        return mean_bytes(parameters, num_ranks, MinMaxUInt8())
+
+    def own_optimizer(self, parameters: Iterable[nn.Parameter], lr: float, num_steps: int) -> QAdamOptimizer:
+        return QAdamOptimizer(parameters, lr=lr, warmup_steps=max(1, round(WARMUP_SHARE * num_steps)))

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from murmura.compressors import Compressor
+from murmura.algorithms.base import Parameters
+from murmura.compressors import Compressor, compressor_named
 
 
-def payload_bytes(num_elements: int, compressor: Compressor | None = None) -> int:
+def num_elements(parameters: Parameters) -> int:
+    """The number of elements of all `parameters`."""
+    return parameters if isinstance(parameters, int) else sum(torch.Size(shape).numel() for shape in parameters)
+
+
+def payload_bytes(parameters: Parameters, compressor: Compressor | str | None = None) -> int:
     """The bytes of so many float32, as they are or as `compressor` makes them."""
-    return 4 * num_elements if compressor is None else compressor.payload_bytes(num_elements, torch.float32)
+    numel = num_elements(parameters)
+    if isinstance(compressor, str):
+        compressor = compressor_named(compressor)
+    return 4 * numel if compressor is None else compressor.payload_bytes(numel, torch.float32)
 
 
-def mean_bytes(num_elements: int, num_ranks: int, compressor: Compressor | None = None) -> float:
+def mean_bytes(parameters: Parameters, num_ranks: int, compressor: Compressor | str | None = None) -> float:
     """What each of n ranks sends for a mean: 2 (n - 1) / n of the payload, in a ring or by chunks all to all."""
-    return 2 * (num_ranks - 1) / num_ranks * payload_bytes(num_elements, compressor)
+    return 2 * (num_ranks - 1) / num_ranks * payload_bytes(parameters, compressor)

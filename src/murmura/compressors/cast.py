@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from murmura.compressors.base import PIECE_ELEMENTS, Compressor, check_call, check_encodable
+from murmura.compressors.names import register_compressor
 from murmura.errors import ConfigError, UsageError
 
 TARGETS = (torch.float16, torch.bfloat16, torch.float32)
 
 
+@register_compressor("bf16", dtype=torch.bfloat16)
+@register_compressor("fp16", dtype=torch.float16)
 @dataclass(frozen=True)
 class Cast(Compressor):
     """Sends every element as `dtype`, for example torch.bfloat16.

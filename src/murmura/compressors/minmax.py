@@ -13,11 +13,13 @@ from torch import Tensor
 
 from murmura.compressors import minmax_plain
 from murmura.compressors.base import Compressor, check_call, check_encodable
+from murmura.compressors.names import register_compressor
 from murmura.errors import ConfigError
 
 log = logging.getLogger("murmura")
 
 
+@register_compressor("uint8")
 @dataclass(frozen=True)
 class MinMaxUInt8(Compressor):
     """255 levels between the minimum and the maximum of each block; zero is exact where a block spans it.

@@ -14,23 +14,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from murmura import (
-    Algorithm,
-    AsyncModelAverageAlgorithm,
-    DecentralizedAlgorithm,
-    GradientAllReduceAlgorithm,
-    LowPrecisionDecentralizedAlgorithm,
-    QAdamOptimizer,
-    Transport,
-)
+from murmura import Algorithm, GradientAllReduceAlgorithm, Transport
 from murmura.algorithms import algorithm_named
 from murmura.tools.bench.models import Model
 from murmura.tools.bench.steps import Method, Wrapped, bare, murmura_ddp
+from murmura.tools.experiments.recipes import described_optimizer
 
 TORCH_DDP, FP16, POWER_SGD = "torch-ddp", "torch-ddp fp16", "torch-ddp powersgd"
 TORCHS = (TORCH_DDP, FP16, POWER_SGD)
 BARE = "no communication"
-QADAM_WARM_UP = 2
+WARM_UP_STEPS = 3
+RUN_STEPS = 10  # of the run, as an algorithm's own optimizer is told: a fifth of them warms QAdam up
 POWER_SGD_START = 2  # steps without compression, the least that torch takes
 BATCH_SECONDS = 0.5  # about what a batch of short steps lasts
 MAX_BATCH_STEPS = 10
@@ -44,20 +38,19 @@ def algorithm_of(name: str) -> Algorithm | None:
 def period(name: str) -> int:
     """Return the period of a contestant in steps: they are timed in multiples of it."""
     algorithm = algorithm_of(name)
-    if isinstance(algorithm, AsyncModelAverageAlgorithm):
-        return algorithm.sync_interval_rounds or 1
-    return int(getattr(algorithm, "interval", 1))
+    return 1 if algorithm is None else algorithm.period
 
 
 def warm_up_steps(name: str) -> int:
     """Return the number of warm-up steps, after which all steps do the same work."""
-    return max(period(name), POWER_SGD_START + 1, QADAM_WARM_UP + 1)
+    own = int(getattr(algorithm_of(name), "warmup_rounds", 0))
+    return max(period(name), POWER_SGD_START + 1, WARM_UP_STEPS, own + 1)
 
 
 def stays_together(name: str) -> bool:
     """Whether all replicas are equal after a period."""
-    gossip = DecentralizedAlgorithm | LowPrecisionDecentralizedAlgorithm | AsyncModelAverageAlgorithm
-    return name != BARE and not isinstance(algorithm_of(name), gossip)
+    algorithm = algorithm_of(name)
+    return name != BARE and (algorithm is None or algorithm.keeps_replicas_equal)
 
 
 def steps_per_batch(name: str, step_seconds: float) -> int:
@@ -72,15 +65,14 @@ def formula_bytes(name: str, shapes: Sequence[Sequence[int]], num_ranks: int) ->
     torch's DDP all-reduces all elements, in fp16 half of the bytes, in PowerSGD of rank 1 h + w elements for a matrix
     of h x w.
     """
-    numel = sum(_product(shape) for shape in shapes)
     all_reduce = GradientAllReduceAlgorithm()
     if name == BARE:
         return 0.0
     if name == POWER_SGD:
         return all_reduce.bytes_per_round(sum(_low_rank(shape) for shape in shapes), num_ranks)
     if name == FP16:
-        return all_reduce.bytes_per_round(numel, num_ranks) / 2
-    return (algorithm_of(name) or all_reduce).bytes_per_round(numel, num_ranks)
+        return all_reduce.bytes_per_round(shapes, num_ranks) / 2
+    return (algorithm_of(name) or all_reduce).bytes_per_round(shapes, num_ranks)
 
 
 def _low_rank(shape: Sequence[int]) -> int:
@@ -100,16 +92,26 @@ def method_of(name: str, recipe: Model, transport: Transport, group: Any) -> Met
         return bare(name)
     if name in TORCHS:
         return _torch_ddp(name, recipe, group)
-    method = murmura_ddp(name, transport, algorithm=algorithm_named(name))
-    if name != "qadam":
+    algorithm = algorithm_named(name)
+    method = murmura_ddp(name, transport, algorithm=algorithm)
+    if _own_optimizer(algorithm, nn.Linear(1, 1)) is None:
         return method
-    about = f"{method.about}, QAdamOptimizer(warmup_steps={QADAM_WARM_UP})"
-    return replace(method, optimizer=_qadam, about=about)
+
+    def optimizer(module: nn.Module) -> Optimizer:
+        own = _own_optimizer(algorithm, module)
+        assert own is not None
+        return own
+
+    about = f"{method.about}, {described_optimizer(optimizer(nn.Linear(1, 1)))}"
+    return replace(method, optimizer=optimizer, about=about)
 
 
-def _qadam(module: nn.Module) -> Optimizer:
-    # The second moment of so few steps is tiny here and there; a large eps keeps the weights finite.
-    return QAdamOptimizer(module.parameters(), lr=1e-3, warmup_steps=QADAM_WARM_UP, eps=1e-3)
+def _own_optimizer(algorithm: Algorithm, module: nn.Module) -> Optimizer | None:
+    own = algorithm.own_optimizer(module.parameters(), 1e-3, RUN_STEPS)
+    for group in own.param_groups if own is not None else ():
+        if "eps" in group:
+            group["eps"] = 1e-3  # Adam's second moment of so few steps is tiny here and there; weights stay finite
+    return own
 
 
 def _torch_ddp(name: str, recipe: Model, group: Any) -> Method:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from murmura import ConfigError
-from murmura.algorithms import algorithm_names
+from murmura.algorithms import algorithm_named, algorithm_names
 from murmura.tools.bench.all_reduce import AllReduceSpec, run_all_reduce
 from murmura.tools.bench.all_reduce_contestants import Peer
 from murmura.tools.bench.c10d import C10dSpec, run_c10d
@@ -33,6 +33,7 @@ from murmura.tools.cli.completion import Algorithms, among
 from murmura.tools.cli.failures import exit_on_error
 from murmura.tools.cli.output import JSON_HELP, check_writable, print_result, showing_progress, write
 from murmura.tools.experiments import TASKS, convergence, parse_algorithms
+from murmura.tools.experiments.recipes import check_formula
 from murmura.tools.options import one_of, parse_list
 from murmura.transports.decorators.throttled import parse_rate
 from murmura.types import parse
@@ -84,6 +85,13 @@ def parse_bandwidth(entry: str) -> str:
     except ConfigError:
         raise ConfigError(f"--bandwidth {entry!r} is no rate of a link. Write a list like 100mbit,1gbit.") from None
     return rate
+
+
+def _parse_also(entry: str) -> str:
+    """`CAST`, or an algorithm by name."""
+    if entry != CAST:
+        algorithm_named(entry)
+    return entry
 
 
 @app.command("all-reduce")
@@ -169,7 +177,7 @@ def ddp(
         chosen = parse_list(models or ",".join(known), one_of(known, "--models"))
         check_writable(json)
         if known is CUDA_MODELS:
-            also = parse_list(algorithms, one_of([CAST, *algorithm_names()], "--algorithms")) if algorithms else ()
+            also = parse_list(algorithms, _parse_also) if algorithms else ()
             _cuda_ddp(CudaDDPSpec(ranks=counts, models=chosen, algorithms=also, seconds=seconds), json)
             return
         if algorithms:
@@ -272,6 +280,8 @@ def network(
             algorithms=parse_algorithms(algorithms),
             seconds=seconds,
         )
+        for name in spec.algorithms:
+            check_formula(name)
         check_writable(json)
         with showing_progress(spec.rates) as on_progress:
             report = run_network(spec, on_progress)

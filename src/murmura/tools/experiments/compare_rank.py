@@ -52,7 +52,7 @@ class Torch:
         task = task_named(spec.task, spec.seed)
         model = task.model()
         ddp = nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-        optimizer = optimizer_for(BASELINE, ddp, task.learning_rate, spec.num_steps)
+        optimizer = optimizer_for(BASELINE, ddp.parameters(), task.learning_rate, spec.num_steps)
         self.training = TrainingLoop(task, ddp, optimizer, transport.rank, spec.num_steps)
         self.records: list[Record] = []
         self.evaluate = self.training.evaluate
@@ -170,6 +170,7 @@ def _described(
             "consensus_distance": distance,
             "floor": task.floor,
             "num_parameters": sum(parameter.numel() for parameter in task.model().parameters()),
+            "shapes": [list(parameter.shape) for parameter in task.model().parameters()],
             "wire_bytes_per_step": wire_bytes,
         },
     }

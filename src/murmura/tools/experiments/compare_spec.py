@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from murmura.algorithms.names import LOCAL_STEPS
+from murmura.algorithms.names import LOCAL_STEPS, algorithm_named
 from murmura.errors import ConfigError
-from murmura.tools.experiments.recipes import parse_algorithms
+from murmura.tools.experiments.recipes import check_formula, parse_algorithms
 from murmura.tools.experiments.tasks import task_named
 from murmura.transports.decorators.throttled import parse_rate
 
@@ -33,7 +33,13 @@ class ComparisonSpec:
 
     def __post_init__(self) -> None:
         task_named(self.task, self.seed)
-        parse_algorithms(self.algorithms)
+        for name in parse_algorithms(self.algorithms):
+            check_formula(name)
+            if BLOCK_STEPS % (period := algorithm_named(name).period):
+                raise ConfigError(
+                    f"--algorithms={name!r} communicates every {period} steps, and steps are compared in turns of "
+                    f"{BLOCK_STEPS}. Give an interval that divides {BLOCK_STEPS}."
+                )
         if not 2 <= self.ranks <= MAX_RANKS:
             raise ConfigError(f"ranks={self.ranks}: synchronising is compared with 2 to {MAX_RANKS} ranks.")
         if self.steps < 1:

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from murmura import Algorithm, AsyncModelAverageAlgorithm, DecentralizedAlgorithm, UsageError
+from murmura import Algorithm, UsageError
 from murmura.algorithms import algorithm_named
+from murmura.algorithms.base import Parameters
 from murmura.tools import ranks
 from murmura.tools.experiments.breakdown import Breakdown, readable_bytes, slowest_turns
 from murmura.tools.experiments.compare_rank import PROGRESS, compare_as_rank, described, run_path
@@ -113,7 +114,7 @@ def compared(spec: ComparisonSpec, runs: Sequence[Run], notes: dict[str, str]) -
     """Return the comparison of runs that were just made on this machine."""
     target = spec.target if spec.target is not None else common_target(runs)
     num_parameters = runs[0].result["num_parameters"]
-    rows = tuple(row_of(run, target, num_parameters) for run in runs)
+    rows = tuple(row_of(run, target, run.result.get("shapes", num_parameters)) for run in runs)
     recommendations = {
         link: recommendation([row for row in rows if row.link == link], spec, target, num_parameters)
         for link in spec.links
@@ -130,7 +131,7 @@ def common_target(runs: Sequence[Run]) -> float:
     return float(max(run.result["loss"] for run in runs if run.result["loss"] <= SOUND * plain))
 
 
-def row_of(run: Run, target: float, num_parameters: int) -> Row:
+def row_of(run: Run, target: float, parameters: Parameters) -> Row:
     name, num_ranks = run.settings["algorithm"], run.num_ranks
     turns = slowest_turns(run.records)
     reached: int | None = None
@@ -148,15 +149,15 @@ def row_of(run: Run, target: float, num_parameters: int) -> Row:
         step_ms=statistics.median(turns),
         compute_ms=None if name == TORCH_DDP else statistics.fmean(each.compute_ms for each in by_rank),
         step_bytes=statistics.fmean(each.step_bytes for each in by_rank) if measured is None else measured,
-        formula_bytes=formula_bytes(name, num_parameters, num_ranks),
+        formula_bytes=formula_bytes(name, parameters, num_ranks),
         final_loss=run.result["loss"],
         consensus_distance=run.result["consensus_distance"],
     )
 
 
-def formula_bytes(contestant: str, num_parameters: int, num_ranks: int) -> float:
+def formula_bytes(contestant: str, parameters: Parameters, num_ranks: int) -> float:
     """Return the bytes that a rank sends in most steps: for QAdam those after its warm-up."""
-    return _algorithm(contestant).bytes_per_round(num_parameters, num_ranks)
+    return _algorithm(contestant).bytes_per_round(parameters, num_ranks)
 
 
 def _algorithm(contestant: str) -> Algorithm:
@@ -175,7 +176,7 @@ def predicted_ms(row: Row, compute_ms: float) -> tuple[float, float]:
     that hides is left open.
     """
     link_ms = 0.0 if row.link == LOCAL else row.formula_bytes / parse_rate(row.link) * 1000
-    hides = isinstance(_algorithm(row.contestant), DecentralizedAlgorithm | AsyncModelAverageAlgorithm)
+    hides = _algorithm(row.contestant).hides_exchange
     total_ms = compute_ms + link_ms
     return (max(compute_ms, link_ms) if hides else total_ms), total_ms
 

@@ -76,7 +76,7 @@ class Training(TrainingLoop):
 
     def __init__(self, transport: Transport, task: Task, algorithm: str, steps: int) -> None:
         self.ddp = DDP(task.model(), transport, algorithm=algorithm_named(algorithm))
-        optimizer = optimizer_for(algorithm, self.ddp, task.learning_rate, steps)
+        optimizer = optimizer_for(algorithm, self.ddp.parameters(), task.learning_rate, steps)
         super().__init__(task, self.ddp, optimizer, transport.rank, steps)
 
     def _mean_of_replicas(self) -> AbstractContextManager[None]:

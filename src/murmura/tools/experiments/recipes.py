@@ -6,26 +6,20 @@ import dataclasses
 from collections.abc import Iterable
 from enum import Enum
 
+import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from murmura.algorithms import Algorithm, QAdamOptimizer, algorithm_named, algorithm_names
-from murmura.errors import ConfigError
-from murmura.tools.options import one_of, parse_list
-
-WARMUP_SHARE = 0.2
-"""The share of QAdam's steps used for warm-up; its second moment is frozen afterwards, so it must be accurate."""
+from murmura.algorithms import Algorithm, algorithm_named, algorithm_names
+from murmura.errors import ConfigError, UsageError
+from murmura.tools.options import parse_list
 
 
-def optimizer_for(algorithm: str, module: nn.Module, learning_rate: float, steps: int) -> Optimizer:
-    """Return the optimizer for `algorithm` in a run of `steps` steps."""
-    if algorithm == "qadam":
-        return QAdamOptimizer(module.parameters(), lr=learning_rate, warmup_steps=warmup_steps(steps))
-    return AdamW(module.parameters(), lr=learning_rate, weight_decay=0.0)
-
-
-def warmup_steps(steps: int) -> int:
-    return max(1, round(WARMUP_SHARE * steps))
+def optimizer_for(algorithm: str, parameters: Iterable[nn.Parameter], learning_rate: float, steps: int) -> Optimizer:
+    """Return the optimizer for `algorithm` in a run of `steps` steps: its own, or AdamW."""
+    held = list(parameters)
+    own = algorithm_named(algorithm).own_optimizer(held, learning_rate, steps)
+    return AdamW(held, lr=learning_rate, weight_decay=0.0) if own is None else own
 
 
 def described(algorithm: Algorithm) -> str:
@@ -37,14 +31,33 @@ def described(algorithm: Algorithm) -> str:
 
 def configuration(algorithm: str, steps: int) -> str:
     """Return the configuration that a name means in a run of `steps` steps, as reports print it."""
-    optimizer = f"QAdamOptimizer(warmup_steps={warmup_steps(steps)})" if algorithm == "qadam" else "AdamW"
-    return f"{described(algorithm_named(algorithm))}, {optimizer}"
+    optimizer = optimizer_for(algorithm, [nn.Parameter(torch.zeros(1))], 1e-3, steps)
+    return f"{described(algorithm_named(algorithm))}, {described_optimizer(optimizer)}"
+
+
+def described_optimizer(optimizer: Optimizer) -> str:
+    """Return an optimizer's name, with the length of its warm-up if it has one."""
+    steps = optimizer.defaults.get("warmup_steps")
+    return type(optimizer).__name__ + ("" if steps is None else f"(warmup_steps={steps})")
 
 
 def parse_algorithms(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Parse comma-separated lists of names; "all" is every algorithm."""
-    known = algorithm_names()
-    chosen = parse_list(names, one_of(["all", *known], "--algorithms"))
+    """Parse comma-separated lists of names, with or without options; "all" is every algorithm."""
+    chosen = parse_list(names, _parse_algorithm)
     if not chosen:
         raise ConfigError("--algorithms names none. Give a list, or all.")
-    return tuple(dict.fromkeys(each for name in chosen for each in (known if name == "all" else [name])))
+    return tuple(dict.fromkeys(each for name in chosen for each in (algorithm_names() if name == "all" else [name])))
+
+
+def _parse_algorithm(name: str) -> str:
+    if name != "all":
+        algorithm_named(name)
+    return name
+
+
+def check_formula(algorithm: str) -> None:
+    """Raise a `ConfigError` unless a formula says what `algorithm` sends, which measurements are compared with."""
+    try:
+        algorithm_named(algorithm).bytes_per_round([[8, 8]], 2)
+    except UsageError as error:
+        raise ConfigError(f"--algorithms={algorithm!r}: {error} Its class needs a `bytes_per_round`.") from None

@@ -1,0 +1,51 @@
+"""Compressors by name, wherever one is accepted: ``compressor="uint8"``, or with options "topk:ratio=0.05"."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from murmura.compressors.base import Compressor
+from murmura.compressors.error_feedback import ErrorFeedback
+from murmura.errors import ConfigError
+from murmura.registry import Registry
+
+Maker = TypeVar("Maker", bound=Callable[..., Compressor])
+
+_REGISTRY: Registry[Compressor] = Registry(Compressor, "compressor", "murmura.compressors")  # type: ignore[type-abstract]
+
+
+def register_compressor(name: str, *, feedback: bool = False, **defaults: Any) -> Callable[[Maker], Maker]:
+    """A decorator that gives a `Compressor`, or a function that makes one, a name.
+
+    `feedback` says whether the name stands for it inside `ErrorFeedback`, as compressors need that drop most of what
+    they are given; the option feedback=true or feedback=false of the name changes that. `defaults` are the choices that
+    the name stands for. A package announces its compressors as entry points of the group `murmura.compressors`.
+    """
+    choice = inspect.Parameter("feedback", inspect.Parameter.KEYWORD_ONLY, default=feedback)
+
+    def add(make: Maker) -> Maker:
+        def made(*, feedback: bool = feedback, **options: Any) -> Compressor:
+            if not isinstance(feedback, bool):
+                raise ConfigError(f"feedback={feedback!r} must be true or false.")
+            compressor = make(**options)
+            return ErrorFeedback(compressor) if feedback else compressor
+
+        made.__module__, made.__qualname__ = make.__module__, make.__qualname__
+        parameters = inspect.signature(make).parameters.values()
+        made.__signature__ = inspect.Signature([*parameters, choice])  # type: ignore[attr-defined]
+        _REGISTRY.register(name, **defaults)(made)
+        return make
+
+    return add
+
+
+def compressor_names() -> list[str]:
+    """The names that `compressor_named` knows."""
+    return _REGISTRY.names()
+
+
+def compressor_named(name: str) -> Compressor:
+    """The compressor of that name, with its default choices but for options: "topk:ratio=0.05:feedback=false"."""
+    return _REGISTRY.make(name)

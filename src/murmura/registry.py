@@ -1,0 +1,135 @@
+"""Things that users choose by name: built in, added by a decorator, or announced by an installed package.
+
+A name takes options, the same wherever a name is accepted: "diloco:interval=50:compressor=uint4". An option that is
+itself a name with options stands in parentheses: "diloco:compressor=topk(ratio=0.05)".
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from murmura.errors import ConfigError
+
+T = TypeVar("T")
+Maker = TypeVar("Maker", bound=Callable[..., Any])
+
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+class _Entry(NamedTuple):
+    make: Callable[..., Any]
+    defaults: Mapping[str, Any]
+
+
+class Registry(Generic[T]):
+    """Makes objects of `kind` by name. Packages announce theirs as entry points of `group`."""
+
+    def __init__(self, kind: type[T], word: str, group: str) -> None:
+        self._kind = kind
+        self._word = word
+        self._group = group
+        self._entries: dict[str, _Entry] = {}
+
+    def register(self, name: str, **defaults: Any) -> Callable[[Maker], Maker]:
+        """A decorator: `name` stands for what the class or function makes with `defaults`, unless options say else."""
+        if not name or set(name) & set(":=(), \t\n"):
+            raise ConfigError(f"{name!r} cannot name a {self._word}: leave out ':', '=', ',', parentheses and spaces.")
+
+        def add(make: Maker) -> Maker:
+            known = self._entries.get(name)
+            if known is not None and _place(known.make) != _place(make):  # a module that is reloaded is no other
+                raise ConfigError(
+                    f"{self._word} {name!r} is registered already, by {_place(known.make)}. Rename yours."
+                )
+            self._entries[name] = _Entry(make, defaults)
+            return make
+
+        return add
+
+    def names(self) -> list[str]:
+        """All names, in alphabetical order."""
+        return sorted({*self._entries, *self._announced()})
+
+    def make(self, text: str) -> T:
+        """What `text` stands for: a name, with or without options."""
+        name, options = parse(text)
+        entry = self._entry(name)
+        accepted = inspect.signature(entry.make).parameters.values()
+        known = {each.name for each in accepted if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in accepted)
+        unknown = [] if takes_any else [each for each in options if each not in known]
+        if unknown:
+            listed = ", ".join(sorted(known)) or "none"
+            raise ConfigError(f"{self._word}={text!r}: {name!r} has no option {unknown[0]!r}. It has: {listed}.")
+        made = entry.make(**{**entry.defaults, **options})
+        if not isinstance(made, self._kind):
+            raise ConfigError(f"{self._word}={text!r}: {_place(entry.make)} made {made!r}, which is none.")
+        return made
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            announced = self._announced()
+            if name not in announced:
+                known = ", ".join(map(repr, self.names()))
+                raise ConfigError(f"{self._word}={name!r} is unknown. Known: {known}.")
+            try:
+                make = announced[name].load()
+            except (ImportError, AttributeError) as error:
+                raise ConfigError(
+                    f"{self._word}={name!r} is announced as {announced[name].value!r}, which cannot be loaded: {error}."
+                ) from error
+            self._entries.setdefault(name, _Entry(make, {}))  # its module may have registered it by the decorator
+        return self._entries[name]
+
+    def _announced(self) -> dict[str, EntryPoint]:
+        return {each.name: each for each in entry_points(group=self._group)}
+
+
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    """The name in `text`, and its options as Python values; what is no number, true, false or none is a string."""
+    text = text.strip()
+    if text.endswith(")") and ":" not in text.partition("(")[0]:  # "name(a=1:b=2)" is "name:a=1:b=2"
+        name, _, inside = text[:-1].partition("(")
+        text = f"{name}:{inside}" if inside else name
+    name, *parts = _split(text)
+    options: dict[str, Any] = {}
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if not equals or not key.isidentifier() or key in options:
+            raise ConfigError(f"{text!r}: {part!r} is no option. Write name:option=value:option=value, each once.")
+        options[key] = _value(value)
+    return name, options
+
+
+def _split(text: str) -> list[str]:
+    """`text` cut at colons outside parentheses."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == ":" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+        if depth < 0:
+            break
+    if depth:
+        raise ConfigError(f"{text!r}: the parentheses do not match.")
+    return parts
+
+
+def _value(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return value if isinstance(value, int | float) else text
+
+
+def _place(make: Callable[..., Any]) -> str:
+    return f"{make.__module__}.{make.__qualname__}"

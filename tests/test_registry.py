@@ -1,0 +1,140 @@
+"""Names and their options: parsed everywhere alike, added by a decorator, announced by installed packages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from murmura import DDP, Cast, ConfigError, DiLoCoAlgorithm, ErrorFeedback, InProcessTransport, MinMaxUInt8
+from murmura.algorithms import algorithm_named, algorithm_names
+from murmura.algorithms.names import _REGISTRY
+from murmura.compressors import compressor_named, compressor_names
+from murmura.registry import Registry, parse
+from murmura.tools.cli.main import app
+from murmura.tools.experiments import parse_algorithms
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "options"),
+    [
+        ("plain", "plain", {}),
+        ("a:x=1:y=0.5:z=word", "a", {"x": 1, "y": 0.5, "z": "word"}),
+        ("a:x=true:y=None:z=False", "a", {"x": True, "y": None, "z": False}),
+        ("a:inner=b(x=1:y=2):z=3", "a", {"inner": "b(x=1:y=2)", "z": 3}),
+        ("b(x=1:y=c(z=2))", "b", {"x": 1, "y": "c(z=2)"}),
+        ("b()", "b", {}),
+        ("a:x=-1e-3", "a", {"x": -1e-3}),
+    ],
+)
+def test_options_follow_a_name(text: str, name: str, options: dict[str, Any]) -> None:
+    assert parse(text) == (name, options)
+
+
+@pytest.mark.parametrize("text", ["a:", "a:x", "a:=1", "a:x=1:x=2", "a:x=b(1", "a:x=b)1(", "a:x y=1", "a::x=1"])
+def test_what_is_no_option_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"no option|parentheses"):
+        parse(text)
+
+
+@dataclass(frozen=True)
+class Shape:
+    sides: int
+    colour: str = "red"
+
+
+def test_a_name_stands_for_choices_that_options_change() -> None:
+    shapes = Registry(Shape, "shape", "tests.shapes")
+    assert shapes.register("square", sides=4)(Shape) is Shape
+    assert shapes.make("square") == Shape(4)
+    assert shapes.make("square:colour=blue") == Shape(4, "blue")
+    assert shapes.names() == ["square"]
+    with pytest.raises(ConfigError, match=r"no option 'size'\. It has: colour, sides"):
+        shapes.make("square:size=3")
+    with pytest.raises(ConfigError, match=r"shape='cube' is unknown\. Known: 'square'"):
+        shapes.make("cube")
+
+
+def test_a_name_is_taken_once_and_must_be_one() -> None:
+    shapes = Registry(Shape, "shape", "tests.shapes")
+    shapes.register("square", sides=4)(Shape)
+    shapes.register("square", sides=4)(Shape)  # its module was reloaded
+    with pytest.raises(ConfigError, match="Rename yours"):
+        shapes.register("square")(lambda: Shape(5))
+    for name in ("", "a:b", "a b", "a,b", "a(b)"):
+        with pytest.raises(ConfigError, match="cannot name"):
+            shapes.register(name)
+    shapes.register("five")(lambda: 5)
+    with pytest.raises(ConfigError, match="made 5, which is none"):
+        shapes.make("five")
+
+
+def test_algorithms_take_options_and_compressors_by_name() -> None:
+    made = algorithm_named("diloco:interval=50:compressor=uint8(block_size=64)")
+    assert made == DiLoCoAlgorithm(50, compressor=MinMaxUInt8(64))
+    assert algorithm_named("gradient_allreduce:compressor=bf16").compressor == Cast(torch.bfloat16)  # type: ignore[attr-defined]
+    assert compressor_named("uint8:feedback=true") == ErrorFeedback(MinMaxUInt8())
+    for name in compressor_names():
+        assert compressor_named(name).payload_bytes(1000, torch.float32) < 4000
+    with pytest.raises(ConfigError, match="compressor='uint9' is unknown"):
+        algorithm_named("bytegrad:compressor=uint9")
+    with pytest.raises(ConfigError, match="interval=0 must be"):
+        algorithm_named("local_sgd:interval=0")
+    with pytest.raises(ConfigError, match="feedback=1 must be"):
+        compressor_named("bf16:feedback=1")
+
+
+def test_the_wrapper_and_the_commands_take_the_same_names() -> None:
+    (alone,) = InProcessTransport.create_group(1)
+    with alone:
+        ddp = DDP(torch.nn.Linear(2, 1), alone, algorithm="local_sgd:interval=7")
+        assert ddp.algorithm.interval == 7  # type: ignore[attr-defined]
+        ddp.close()
+    assert parse_algorithms("local_sgd:interval=5,bytegrad") == ("local_sgd:interval=5", "bytegrad")
+    refused = CliRunner().invoke(app, ["compare", "--algorithms", "diloco:interval=7"])
+    assert refused.exit_code == 2
+    assert "Give an interval that divides 20" in refused.stderr
+
+
+MODULE = """
+from dataclasses import dataclass
+from typing import ClassVar
+import murmura
+
+class NothingImpl(murmura.AlgorithmImpl):
+    works_alone = False
+
+@dataclass(frozen=True)
+class Nothing(murmura.Algorithm):
+    impl: ClassVar = NothingImpl
+    patience: int = 3
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a package were installed that announces two algorithms, one of which cannot be loaded."""
+    (tmp_path / "outside_murmura.py").write_text(MODULE)
+    info = tmp_path / "outside_murmura-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-murmura\nVersion: 1.0\n")
+    lines = ["[murmura.algorithms]", "nothing = outside_murmura:Nothing", "broken = outside_murmura:Missing"]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(_REGISTRY, "_entries", dict(_REGISTRY._entries))
+
+
+@pytest.mark.usefixtures("package")
+def test_an_installed_package_announces_algorithms() -> None:
+    assert {"nothing", "broken"} < set(algorithm_names())
+    assert algorithm_names()[0] == "gradient_allreduce"
+    assert "Nothing(patience=5)" in repr(algorithm_named("nothing:patience=5"))
+    with pytest.raises(ConfigError, match="'broken' is announced as 'outside_murmura:Missing', which cannot be loaded"):
+        algorithm_named("broken")
+    assert parse_algorithms("nothing") == ("nothing",)
+    refused = CliRunner().invoke(app, ["compare", "--algorithms", "nothing"])
+    assert "Its class needs a `bytes_per_round`" in refused.stderr
