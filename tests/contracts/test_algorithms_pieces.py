@@ -23,9 +23,9 @@ from murmura import (
     Transport,
     run_world,
 )
-from murmura.algorithms import compressed, gradient_allreduce, low_precision_decentralized
+from murmura.algorithms import chunked_mean, gradient_allreduce, low_precision_decentralized
+from murmura.algorithms.chunked_mean import ChunkedMean
 from murmura.algorithms.codec_thread import CodecThread, cut
-from murmura.algorithms.compressed import CompressedMean
 from worlds import SECONDS
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def mean_of(
     traced = TracedTransport(transport)
     flat = values(numel, seed=transport.rank)
     with closing(CodecThread()) as codec:
-        CompressedMean(traced, flat, compressor, codec, shares=shares)(flat)
+        ChunkedMean(traced, flat, compressor, codec, shares=shares)(flat)
     return flat, [each.sent_bytes for each in traced.operations]
 
 
@@ -79,7 +79,7 @@ def test_a_mean_in_pieces_has_the_same_bits_and_bytes(monkeypatch: pytest.Monkey
     for compressor, shares in ((MINMAX, None), (MINMAX, range(1, size + 1)), (Cast(torch.bfloat16), None)):
         whole = run_world(mean_of, size, numel, compressor, shares, timeout=SECONDS)
         with monkeypatch.context() as patch:
-            patch.setattr(compressed, "PIECE_ELEMENTS", 8)
+            patch.setattr(chunked_mean, "PIECE_ELEMENTS", 8)
             cut_up = run_world(mean_of, size, numel, compressor, shares, timeout=SECONDS)
         for (mean, sent), (other, other_sent) in zip(whole, cut_up, strict=True):
             assert torch.equal(mean, other)
@@ -102,7 +102,7 @@ def test_training_in_pieces_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, s
         return by_step(train_world(size, chosen, regression("momentum"), 3))
 
     whole = train()
-    for module in (low_precision_decentralized, compressed):
+    for module in (low_precision_decentralized, chunked_mean):
         monkeypatch.setattr(module, "PIECE_ELEMENTS", 32)
     for module in (low_precision_decentralized, gradient_allreduce):
         monkeypatch.setattr(module, "CodecThread", Counting)

@@ -1,10 +1,85 @@
-"""Error feedback under a GradScaler, whose scale the compressor cannot see: what a change of the scale costs."""
+"""Error feedback where steps are skipped, and under a GradScaler, whose scale the compressor cannot see."""
 
 from __future__ import annotations
 
-import torch
+import copy
+from collections.abc import Collection
 
-from murmura import ErrorFeedback, MinMaxUInt8
+import pytest
+import torch
+from torch import Tensor, nn
+
+from contracts.training import regression
+from murmura import (
+    DDP,
+    Algorithm,
+    Cast,
+    ErrorFeedback,
+    GradientAllReduceAlgorithm,
+    MinMaxUInt8,
+    Transport,
+    run_world,
+)
+from oracles.algorithms.simulation import flat_of
+from worlds import SECONDS
+
+FEEDBACK = ErrorFeedback(Cast(torch.bfloat16))  # element by element, so that it does not matter how buckets are cut
+
+
+def weights_after(
+    transport: Transport, algorithm: Algorithm, rounds: Collection[int], thrown_away: Collection[int], how: str
+) -> Tensor:
+    """Train on the data of `rounds`; the gradients of those `thrown_away` reach no optimizer."""
+    task = regression("momentum", torch.float32)
+    ddp = DDP(task.make_model(), transport, algorithm=algorithm)
+    optimizer = task.make_optimizer(ddp.parameters())
+    for number in rounds:
+        optimizer.zero_grad(set_to_none=how != "zeros")
+        task.backward(ddp, number, transport.rank)
+        if number not in thrown_away:
+            optimizer.step()
+        elif how == "resumed":  # saved between the step that was not and the next forward
+            optimizer.zero_grad()
+            state = copy.deepcopy(ddp.algorithm_state_dict())
+            ddp.close()
+            ddp = DDP(ddp.module, transport, algorithm=algorithm)
+            ddp.load_algorithm_state_dict(state)
+    flat = flat_of(ddp.module)
+    ddp.close()
+    return flat
+
+
+@pytest.mark.parametrize("how", ["none", "zeros", "resumed"])
+@pytest.mark.parametrize("skipped", [0, 2], ids=["before_replanning", "later"])
+def test_a_skipped_step_leaves_no_residual(how: str, skipped: int) -> None:
+    algorithm = GradientAllReduceAlgorithm(compressor=FEEDBACK)
+    with_it = run_world(weights_after, 3, algorithm, range(5), [skipped], how, timeout=SECONDS)
+    rounds = [number for number in range(5) if number != skipped]
+    without = run_world(weights_after, 3, algorithm, rounds, [], how, timeout=SECONDS)
+    assert all(torch.equal(flat, without[0]) for flat in (*with_it, *without))
+
+
+def overflow_once(transport: Transport, rounds: Collection[int], overflows: int) -> Tensor:
+    task = regression("momentum", torch.float32)
+    algorithm = GradientAllReduceAlgorithm(compressor=FEEDBACK)
+    ddp = DDP(task.make_model(), transport, algorithm=algorithm, nonfinite="skip_step")
+    optimizer = task.make_optimizer(ddp.parameters())
+    for number in rounds:
+        optimizer.zero_grad()
+        inputs, targets = task.shard(number, 0, transport.rank)
+        loss = nn.functional.mse_loss(ddp(inputs), targets)
+        (loss * (float("inf") if number == overflows and transport.rank == 1 else 1.0)).backward()
+        optimizer.step()
+    flat = flat_of(ddp.module)
+    ddp.close()
+    return flat
+
+
+def test_an_infinity_of_one_rank_leaves_no_residual_on_any() -> None:
+    with_it = run_world(overflow_once, 3, range(5), 2, timeout=SECONDS)
+    without = run_world(overflow_once, 3, [0, 1, 3, 4], 2, timeout=SECONDS)
+    assert with_it[0].isfinite().all()
+    assert all(torch.equal(flat, without[0]) for flat in (*with_it, *without))
 
 
 def test_a_change_of_the_scale_counts_one_residual_in_the_wrong_scale_and_nothing_more() -> None:

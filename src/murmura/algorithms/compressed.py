@@ -1,32 +1,17 @@
-"""The mean of compressed values: Q(mean Q(x)), the same bits on every rank."""
+"""What all means of compressed values have in common: their encoders, and what these leave over for the next one."""
 
 from __future__ import annotations
 
-import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from murmura.algorithms.codec_thread import CodecThread, cut
-from murmura.collectives.chunks import chunk_bounds
 from murmura.compressors import Compressor
 from murmura.errors import ConfigError
 from murmura.transports.base import Transport
-
-PIECE_ELEMENTS = 2**18
-"""Of each rank's chunk, what is encoded, averaged or decoded while other pieces travel."""
-
-
-class _Piece(NamedTuple):
-    """A piece of every rank's chunk: where it is in the flat, its payloads, and the mean of this rank's own."""
-
-    bounds: list[tuple[int, int]]
-    parts: list[Tensor]
-    from_all: list[Tensor]
-    mean: Tensor
 
 
 class Residual(NamedTuple):
@@ -36,12 +21,12 @@ class Residual(NamedTuple):
     mean: Tensor
 
 
-class CompressedMean:
-    """Means over `transport` of flat tensors like `like`, one after another.
+class CompressedMean(ABC):
+    """Means over `transport` of flat tensors like `like`, one after another, the same bits on every rank.
 
-    Each rank encodes chunk r for rank r, which decodes what comes from all, averages in rank order (the half types in
-    fp32), encodes the mean and sends it to everyone. A rank's own part is encoded too, so all decode the same bytes.
-    `shares[r]` is the weight of rank r. Long chunks go in pieces, which changes no bit.
+    This rank's values are encoded in streams of `lengths` elements, end to end. Where a rank encodes a mean for all
+    (`mean_chunk` says where it lies in the tensor), that is a stream too. What an encoder remembers belongs to one
+    stream, so every stream has its own.
     """
 
     def __init__(
@@ -49,91 +34,89 @@ class CompressedMean:
         transport: Transport,
         like: Tensor,
         compressor: Compressor,
-        codec: CodecThread,
-        *,
-        shares: Sequence[int] | None = None,
-        average: bool = True,
+        lengths: Sequence[int],
+        mean_chunk: slice | None = None,
     ) -> None:
-        size = transport.world_size
         self._transport = transport
-        self._codec = codec
-        self._shares = [1] * size if shares is None else list(shares)
-        self._divisor = sum(self._shares) if average else 1
-        self._pieces = _cut(transport, like, compressor)
-        bounds = [chunk_bounds(like.numel(), size, rank) for rank in range(size)]
-        zero = torch.zeros(1, dtype=like.dtype, device=like.device)
-        self._chunks = [zero.expand(stop - start) for start, stop in bounds]  # zeros of the length of each rank's chunk
-        # What an encoder remembers belongs to one stream of values, so every stream has its own.
-        self._encoders = [compressor.for_bucket() for _ in range(size)]
+        self._like = like.new_zeros(1).expand(like.numel())
+        self._lengths = list(lengths)
+        self._encoders = [compressor.for_bucket() for _ in lengths]
+        self._mean_chunk = mean_chunk
         self._mean_encoder = compressor.for_bucket()
+        self._kept: list[Tensor | None] | None = None
+        self._keeps_residuals = self._mean_encoder is not compressor
 
+    @abstractmethod
     def __call__(self, flat: Tensor) -> None:
         """Overwrite `flat` with the mean."""
-        transport, pieces = self._transport, self._pieces
-        start = partial(self._codec.start, num_pieces=len(pieces))
-        encoded = [start(partial(self._encode, flat, piece)) for piece in pieces]
-        reduced, decoded = [], []
-        for piece, future in zip(pieces, encoded, strict=True):
-            future.result()
-            transport.all_to_all(piece.parts, piece.from_all)
-            reduced.append(start(partial(self._reduce, piece)))
-        for piece, future in zip(pieces, reduced, strict=True):
-            future.result()
-            transport.all_to_all([piece.parts[transport.rank]] * transport.world_size, piece.parts)
-            decoded.append(start(partial(self._decode, flat, piece)))
-        for future in decoded:
-            future.result()
 
-    def _encode(self, flat: Tensor, piece: _Piece) -> None:
-        for encoder, (start, stop), part in zip(self._encoders, piece.bounds, piece.parts, strict=True):
-            encoder.compress(flat[start:stop], part)
+    @property
+    def _all_encoders(self) -> list[Compressor]:
+        return [*self._encoders, self._mean_encoder]
 
-    def _reduce(self, piece: _Piece) -> None:
-        """Overwrite this rank's own part with the mean, encoded."""
-        mean, decoder = piece.mean, self._mean_encoder
-        for rank, (part, share) in enumerate(zip(piece.from_all, self._shares, strict=True)):
-            if rank == 0:
-                decoder.decompress(part, mean)
-                mean.mul_(share)
-            elif share == 1:
-                decoder.decompress_add(part, mean)
-            else:
-                decoded = torch.empty_like(mean)
-                decoder.decompress(part, decoded)
-                mean.add_(decoded.mul_(share))
-        mean.div_(self._divisor)
-        decoder.compress(mean, piece.parts[self._transport.rank])
+    # Steps that are skipped
 
-    def _decode(self, flat: Tensor, piece: _Piece) -> None:
-        for (start, stop), part in zip(piece.bounds, piece.parts, strict=True):
-            self._mean_encoder.decompress(part, flat[start:stop])
+    def keep_residuals(self) -> None:
+        """Keep what is left over now, unless older residuals are kept: the next means may be thrown away."""
+        if self._keeps_residuals and self._kept is None:
+            self._kept = [encoder.residual for encoder in self._all_encoders]  # encoders write new ones
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether residuals of before are kept."""
+        return self._kept is not None
+
+    def forget_kept(self) -> None:
+        """The means have been applied."""
+        self._kept = None
+
+    def restore_kept(self) -> None:
+        """The means have been thrown away: what they left over is void, and what was kept counts again."""
+        if self._kept is not None:
+            for encoder, residual in zip(self._all_encoders, self._kept, strict=True):
+                encoder.set_residual(residual)
+            self._kept = None
+
+    # Elements that move to other tensors
 
     def residuals(self, names: Sequence[str], numels: Sequence[int]) -> dict[str, Residual]:
         """What compression left over, by parameter. Collective: each rank holds that of its chunk's mean."""
-        own = [_or_zeros(encoder.residual, like) for encoder, like in zip(self._encoders, self._chunks, strict=True)]
-        chunk = _or_zeros(self._mean_encoder.residual, self._pieces[0].mean)
-        means = self._transport.all_gather(chunk)
-        parts = zip(torch.split(torch.cat(own), list(numels)), torch.split(torch.cat(means), list(numels)), strict=True)
+        likes = torch.split(self._like, self._lengths)
+        own = [_or_zeros(encoder.residual, like) for encoder, like in zip(self._encoders, likes, strict=True)]
+        mean = torch.zeros_like(self._like, dtype=self._wide)
+        if self._mean_chunk is not None:
+            chunk = _or_zeros(self._mean_encoder.residual, mean[self._mean_chunk])
+            mean = torch.cat(self._transport.all_gather(chunk))
+        parts = zip(torch.split(torch.cat(own), list(numels)), torch.split(mean, list(numels)), strict=True)
         return {name: Residual(*part) for name, part in zip(names, parts, strict=True)}
 
     def set_residuals(self, names: Sequence[str], numels: Sequence[int], residuals: Mapping[str, Residual]) -> None:
         """Take over what `residuals` returned, perhaps of other tensors; a parameter that is not there has none."""
-        own = torch.cat(self._chunks)
-        mean = torch.zeros_like(own, dtype=self._pieces[0].mean.dtype)
+        own = torch.zeros_like(self._like)
+        mean = torch.zeros_like(own, dtype=self._wide)
         parts = zip(names, torch.split(own, list(numels)), torch.split(mean, list(numels)), strict=True)
         for name, own_part, mean_part in parts:
             if name in residuals:
                 own_part.copy_(residuals[name].own)
                 mean_part.copy_(residuals[name].mean)
-        lengths = [chunk.numel() for chunk in self._chunks]
-        for encoder, chunk in zip(self._encoders, torch.split(own, lengths), strict=True):
-            encoder.set_residual(chunk)
-        self._mean_encoder.set_residual(torch.split(mean, lengths)[self._transport.rank])
+        for encoder, part in zip(self._encoders, torch.split(own, self._lengths), strict=True):
+            encoder.set_residual(part)
+        if self._mean_chunk is not None:
+            self._mean_encoder.set_residual(mean[self._mean_chunk])
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """What means are computed in."""
+        return wide(self._like.dtype)
+
+    # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
+        kept = None if self._kept is None else [None if each is None else each.clone() for each in self._kept]
         return {
             "encoders": [encoder.state_dict() for encoder in self._encoders],
             "mean_encoder": self._mean_encoder.state_dict(),
+            "kept": kept,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -148,29 +131,13 @@ class CompressedMean:
         for encoder, each in zip(self._encoders, state["encoders"], strict=True):
             encoder.load_state_dict(each)
         self._mean_encoder.load_state_dict(state["mean_encoder"])
+        self._kept = state.get("kept")
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What values of `dtype` are summed in: halves in fp32."""
+    return dtype if dtype.itemsize > 2 else torch.float32
 
 
 def _or_zeros(residual: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if residual is None else residual.to(like.device)
-
-
-def _cut(transport: Transport, like: Tensor, compressor: Compressor) -> list[_Piece]:
-    """The pieces of `like`, with memory for their payloads and for the mean of this rank's chunk."""
-    size, rank = transport.world_size, transport.rank
-    chunks = [chunk_bounds(like.numel(), size, each) for each in range(size)]
-    shortest = min(stop - start for start, stop in chunks)  # the others have one element more, in their last piece
-    starts = [low for low, _ in cut(shortest, PIECE_ELEMENTS, compressor, like.device)]
-    wide = like.dtype if like.dtype.itemsize > 2 else torch.float32
-    pieces = []
-    for low, high in itertools.zip_longest(starts, starts[1:]):
-        bounds = [(start + low, stop if high is None else start + high) for start, stop in chunks]
-        num_bytes = [compressor.payload_bytes(stop - start, like.dtype) for start, stop in bounds]
-        parts = _allocate(transport, num_bytes, like.device)
-        from_all = _allocate(transport, [num_bytes[rank]] * size, like.device)
-        mean = torch.empty(bounds[rank][1] - bounds[rank][0], dtype=wide, device=like.device)
-        pieces.append(_Piece(bounds, parts, from_all, mean))
-    return pieces
-
-
-def _allocate(transport: Transport, num_bytes: Sequence[int], device: torch.device) -> list[Tensor]:
-    return list(torch.split(transport.allocate(sum(num_bytes), torch.uint8, device), list(num_bytes)))

@@ -14,6 +14,7 @@ from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
 from murmura.algorithms.checks import at_least_one, is_real, take_compressor
 from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean, Residual
+from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import LOCAL_STEPS, register_algorithm
 from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import FlatWeights, as_real
@@ -49,7 +50,7 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         self._means: list[CompressedMean] = []
         if self.compressor is not None and self.process_group.world_size > 1:
             self._means = [
-                CompressedMean(self.process_group, as_real(each), self.compressor, self._codec) for each in self._theta
+                compressed_mean(self.process_group, as_real(each), self.compressor, self._codec) for each in self._theta
             ]
 
     def is_due(self, number: int) -> bool:

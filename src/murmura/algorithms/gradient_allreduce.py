@@ -13,6 +13,7 @@ from murmura.algorithms.checks import take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean, Residual
 from murmura.algorithms.hierarchy import Hierarchy
+from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import as_real
@@ -48,10 +49,16 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         self._replica = replica
 
     def before_forward(self) -> None:
-        if self._rounds_since_step and not self.averages:
+        if self._rounds_since_step and (self._means or self._restored or not self.averages):
             gradients = [each.grad for each in self._replica.parameters if each.grad is not None]
             if not any(bool(gradient.any()) for gradient in gradients):
-                self._rounds_since_step = 0  # a step was skipped and the sum thrown away
+                self.skip_step()  # GradScaler's way: the gradients were thrown away
+                self._rounds_since_step = 0
+
+    def skip_step(self) -> None:
+        if self._exchanges_compressed:
+            for bucket in self._replica.buckets:
+                self._compressed_mean(bucket).restore_kept()
 
     def on_bucket_ready(self, bucket: Bucket) -> None:
         if not self.averages and self._rounds_since_step:
@@ -65,7 +72,9 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
             return
         hierarchy.reduce_inside(bucket.flat, op)
         if self._exchanges_compressed:
-            self._compressed_mean(bucket)(as_real(bucket.flat))
+            mean = self._compressed_mean(bucket)
+            mean.keep_residuals()
+            mean(as_real(bucket.flat))
         hierarchy.spread(bucket.flat)
 
     @property
@@ -78,17 +87,32 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
 
     def before_step(self, optimizer: Optimizer) -> None:
         self._rounds_since_step = 0
+        for mean in self._means.values():
+            mean.forget_kept()
 
     def before_replan(self, buckets: Sequence[Bucket]) -> None:
         if not self._exchanges_compressed or not self._keeps_residuals:
             self._means = {}
             return
+        residuals = self._residuals()
+        kept = None
+        if any(mean.has_kept for mean in self._means.values()):
+            for mean in self._means.values():
+                mean.restore_kept()
+            kept = self._residuals()
+        self._means = {}
+        for bucket in buckets:
+            mean = self._compressed_mean(bucket)
+            if kept is not None:
+                mean.set_residuals(bucket.names, _real_numels(bucket), kept)
+                mean.keep_residuals()
+            mean.set_residuals(bucket.names, _real_numels(bucket), residuals)
+
+    def _residuals(self) -> dict[str, Residual]:
         residuals: dict[str, Residual] = {}
         for bucket in self._replica.buckets:
             residuals |= self._compressed_mean(bucket).residuals(bucket.names, _real_numels(bucket))
-        self._means = {}
-        for bucket in buckets:
-            self._compressed_mean(bucket).set_residuals(bucket.names, _real_numels(bucket), residuals)
+        return residuals
 
     @property
     def _keeps_residuals(self) -> bool:
@@ -99,7 +123,7 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
             hierarchy = self._hierarchy
             assert hierarchy.leaders is not None
             assert self.compressor is not None
-            mean = self._means[bucket.index] = CompressedMean(
+            mean = self._means[bucket.index] = compressed_mean(
                 hierarchy.leaders,
                 as_real(bucket.flat),
                 self.compressor,

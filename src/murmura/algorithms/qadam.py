@@ -15,6 +15,7 @@ from murmura.algorithms.checks import instances_of, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean
 from murmura.algorithms.hierarchy import Hierarchy
+from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer
 from murmura.algorithms.traffic import mean_bytes
@@ -166,7 +167,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._means = []
         if leaders is not None:
             self._means = [
-                CompressedMean(leaders, as_real(flat), MinMaxUInt8(), self._codec, shares=self._hierarchy.shares)
+                compressed_mean(leaders, as_real(flat), MinMaxUInt8(), self._codec, shares=self._hierarchy.shares)
                 for flat in self._flats
             ]
 

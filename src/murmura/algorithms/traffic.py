@@ -22,5 +22,11 @@ def payload_bytes(parameters: Parameters, compressor: Compressor | str | None = 
 
 
 def mean_bytes(parameters: Parameters, num_ranks: int, compressor: Compressor | str | None = None) -> float:
-    """What each of n ranks sends for a mean: 2 (n - 1) / n of the payload, in a ring or by chunks all to all."""
-    return 2 * (num_ranks - 1) / num_ranks * payload_bytes(parameters, compressor)
+    """What each of n ranks sends for a mean: 2 (n - 1) / n of the payload, in a ring or by chunks all to all.
+
+    It is n - 1 times the payload if `compressor` gathers.
+    """
+    if isinstance(compressor, str):
+        compressor = compressor_named(compressor)
+    share = num_ranks - 1 if compressor is not None and compressor.gathers else 2 * (num_ranks - 1) / num_ranks
+    return share * payload_bytes(parameters, compressor)

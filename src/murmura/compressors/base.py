@@ -1,4 +1,4 @@
-"""The contract of a compressor: pure tensor code that turns values into bytes of a size known beforehand."""
+"""The contract of a compressor: pure tensor code that turns values into fewer bytes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,30 @@ PIECE_ELEMENTS = 2**18  # what one core takes at a time, to find it in its cache
 class Compressor(ABC):
     """Encodes a flat tensor into a uint8 payload and back.
 
-    The size of a payload depends on the length and dtype alone: no length prefix travels, and buffers are
-    reused. The same payload decodes to the same bits on every rank and every device. Tensors and payloads are flat
-    and contiguous; a payload may begin at any byte of a larger buffer.
+    The size of a payload depends on the length and dtype alone, unless `is_uneven`: no length prefix travels, and
+    buffers are reused. The same payload decodes to the same bits on every rank and every device, into a tensor of the
+    dtype it was made of, or of float32 instead of a half type. Tensors and payloads are flat and contiguous; a payload
+    may begin at any byte of a larger buffer.
     """
+
+    @property
+    def gathers(self) -> bool:
+        """How the payloads of all ranks become a mean.
+
+        If not, each rank decodes and averages one chunk of the values for all, and encodes the mean again: what it
+        sends does not grow with the number of ranks. If it does, every rank gets the payloads of all, decodes them and
+        adds them up: for values that are sparse, of which the mean is less so.
+        """
+        return False
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the length of what `encode` returns depends on the values; only where it `gathers`."""
+        return False
 
     @abstractmethod
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """The exact number of bytes that `numel` elements of `dtype` take."""
+        """The exact number of bytes that `numel` elements of `dtype` take, or the most if it `is_uneven`."""
 
     @abstractmethod
     def compress(self, tensor: Tensor, payload: Tensor) -> None:
@@ -41,6 +57,12 @@ class Compressor(ABC):
         self.decompress(payload, decoded)
         out.add_(decoded)
 
+    def encode(self, tensor: Tensor) -> Tensor:
+        """A new payload of `tensor`, which is only read; one that `is_uneven` may return fewer bytes than it could."""
+        payload = torch.empty(self.payload_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device=tensor.device)
+        self.compress(tensor, payload)
+        return payload
+
     @property
     def grain(self) -> int | None:
         """A tensor may be cut at multiples of this many elements: the pieces take as many bytes as the whole, and
@@ -53,7 +75,7 @@ class Compressor(ABC):
 
     @property
     def residual(self) -> Tensor | None:
-        """What is left over for each element of the last tensor; None if nothing is kept."""
+        """What is left over for each element of the last tensor; None if nothing is kept. The next one is another."""
         return None
 
     def set_residual(self, residual: Tensor | None) -> None:  # noqa: B027  # most keep none

@@ -30,14 +30,34 @@ class ErrorFeedback(Compressor):
         if isinstance(self.inner, ErrorFeedback):
             raise ConfigError(f"{self.inner!r} feeds its errors back already. Wrap the compressor inside it, once.")
 
+    @property
+    def gathers(self) -> bool:
+        return self.inner.gathers
+
+    @property
+    def is_uneven(self) -> bool:
+        return self.inner.is_uneven
+
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.inner.payload_bytes(numel, dtype)
 
     def compress(self, tensor: Tensor, payload: Tensor) -> None:
         check_call(self, tensor, payload)
-        tensor = tensor.detach()
-        corrected = tensor.clone() if self._residual is None else self._residual_for(tensor).add_(tensor)
+        corrected = self._corrected(tensor.detach())
         self.inner.compress(corrected, payload)
+        self._keep_loss(corrected, payload)
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        corrected = self._corrected(tensor.detach())
+        payload = self.inner.encode(corrected)
+        self._keep_loss(corrected, payload)
+        return payload
+
+    def _corrected(self, tensor: Tensor) -> Tensor:
+        """A new tensor: the former residual may still be needed, if what follows is thrown away."""
+        return tensor.clone() if self._residual is None else self._residual_for(tensor) + tensor
+
+    def _keep_loss(self, corrected: Tensor, payload: Tensor) -> None:
         decoded = torch.empty_like(corrected)
         self.inner.decompress(payload, decoded)
         self._residual = corrected.sub_(decoded).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
