@@ -37,7 +37,17 @@ from murmura.algorithms import (
 )
 from murmura.buckets import Bucket
 from murmura.checkpoint import Checkpointer
-from murmura.compressors import Cast, Compressor, ErrorFeedback, MinMaxUInt8, register_compressor
+from murmura.compressors import (
+    Cast,
+    Compressor,
+    ErrorFeedback,
+    MinMaxUInt4,
+    MinMaxUInt8,
+    RandomK,
+    Sign,
+    TopK,
+    register_compressor,
+)
 from murmura.config import DistributedConfig, DistributedTrainConfig
 from murmura.ddp import DDP, seed_everything
 from murmura.errors import (
@@ -108,6 +118,7 @@ __all__ = [
     "LocalSGDAlgorithmImpl",
     "LowPrecisionDecentralizedAlgorithm",
     "LowPrecisionDecentralizedAlgorithmImpl",
+    "MinMaxUInt4",
     "MinMaxUInt8",
     "MurmuraError",
     "NonFiniteGradient",
@@ -119,13 +130,16 @@ __all__ = [
     "QAdamAlgorithm",
     "QAdamAlgorithmImpl",
     "QAdamOptimizer",
+    "RandomK",
     "ReduceOp",
     "RendezvousError",
     "Replica",
     "ReplicaDivergence",
     "SharedMemoryTransport",
+    "Sign",
     "ThrottledTransport",
     "Ticket",
+    "TopK",
     "TracedTransport",
     "Transport",
     "TransportClosed",

@@ -1,4 +1,4 @@
-"""What MinMaxUInt8 must write and read: one element after the other, from the rules in docs/design/eight-bits.md.
+"""What MinMaxUInt8 and MinMaxUInt4 must write and read, one element after the other: docs/design/eight-bits.md.
 
 Arithmetic is that of numpy's scalars, which round after every operation; whole numbers are Python's.
 """
@@ -19,21 +19,24 @@ def blocks_of(numel: int, block_size: int | None) -> list[tuple[int, int]]:
     return [(first, min(first + size, numel)) for first in range(0, numel, size)]
 
 
-def encode(values: Tensor, block_size: int | None) -> bytes:
-    """The payload: all codes, then all headers."""
+def encode(values: Tensor, block_size: int | None, levels: int = 255) -> bytes:
+    """The payload: all codes, two in a byte if they go up to 15 only, then all headers."""
     double = values.dtype == torch.float64
     number: Any = np.float64 if double else np.float32
     codes, headers = bytearray(), b""
     with np.errstate(all="ignore"):
         for first, last in blocks_of(values.numel(), block_size):
             block = [number(value) for value in values[first:last].tolist()]
-            block_codes, base, step = encode_block(block, number)
+            block_codes, base, step = encode_block(block, number, levels)
             codes += bytes(block_codes)
             headers += struct.pack("<dd" if double else "<ff", base, step)
+    if levels == 15:
+        codes += bytes(len(codes) % 2)
+        codes = bytearray(low + 16 * high for low, high in zip(codes[::2], codes[1::2], strict=True))
     return bytes(codes) + headers
 
 
-def encode_block(block: list[Any], number: Any) -> tuple[list[int], float, float]:
+def encode_block(block: list[Any], number: Any, levels: int) -> tuple[list[int], float, float]:
     if not all(math.isfinite(value) for value in block):
         return [0] * len(block), math.nan, math.nan
     low, high = min(block), max(block)
@@ -42,18 +45,18 @@ def encode_block(block: list[Any], number: Any) -> tuple[list[int], float, float
     spread = high - low
     if math.isinf(spread):
         scale, sunk = number(2.0**-8), high * number(2.0**-8) - low * number(2.0**-8)
-        step = lengthened(sunk * number(1 / 255), number)
+        step = lengthened(sunk * number(1 / levels), number)
         inverse = number(1) / step
     else:
         scale = number(2.0**64) if spread < 2.0**-60 else number(1)
-        step = lengthened(spread * scale * number(1 / 255), number) / scale
+        step = lengthened(spread * scale * number(1 / levels), number) / scale
         inverse = number(1) / (step * scale)
     if low > 0 or high < 0:
         anchor, zero = low, 0
     else:
-        anchor, zero = number(0), 255 - math.floor(high * scale * inverse + number(0.5))
+        anchor, zero = number(0), levels - math.floor(high * scale * inverse + number(0.5))
     codes = [round_to_even((value - anchor) * scale * inverse, zero) for value in block]
-    assert all(0 <= code <= 255 for code in codes), codes
+    assert all(0 <= code <= levels for code in codes), codes
     base = float(anchor) - zero * float(step) + 0.0
     return codes, base, -float(step) if math.isinf(spread) else float(step)
 
@@ -74,8 +77,11 @@ def round_to_even(scaled: Any, zero: int) -> int:
     return round(float(scaled) + zero) if abs(float(scaled)) < 2**20 else -1
 
 
-def decode(payload: bytes, numel: int, dtype: torch.dtype, block_size: int | None) -> Tensor:
+def decode(payload: bytes, numel: int, dtype: torch.dtype, block_size: int | None, levels: int = 255) -> Tensor:
     """The values in `dtype`."""
+    if levels == 15:
+        pairs, headers = payload[: -(-numel // 2)], payload[-(-numel // 2) :]
+        payload = bytes(code for pair in pairs for code in (pair % 16, pair // 16))[:numel] + headers
     double = dtype == torch.float64
     number: Any = np.float64 if double else np.float32
     header = struct.Struct("<dd" if double else "<ff")

@@ -4,13 +4,20 @@ from murmura.compressors.base import Compressor
 from murmura.compressors.cast import Cast
 from murmura.compressors.error_feedback import ErrorFeedback
 from murmura.compressors.minmax import MinMaxUInt8
+from murmura.compressors.minmax_four import MinMaxUInt4
 from murmura.compressors.names import compressor_named, compressor_names, register_compressor
+from murmura.compressors.sign import Sign
+from murmura.compressors.sparse import RandomK, TopK
 
 __all__ = [
     "Cast",
     "Compressor",
     "ErrorFeedback",
+    "MinMaxUInt4",
     "MinMaxUInt8",
+    "RandomK",
+    "Sign",
+    "TopK",
     "compressor_named",
     "compressor_names",
     "register_compressor",

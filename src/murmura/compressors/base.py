@@ -89,6 +89,11 @@ class Compressor(ABC):
         """Take over what `state_dict` returned."""
 
 
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What values of `dtype` are computed in, and where that is needed sent in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def check_encodable(dtype: torch.dtype) -> None:
     """Raise a UsageError unless values of `dtype` can be compressed."""
     if dtype not in ENCODABLE:

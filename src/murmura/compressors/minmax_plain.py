@@ -1,14 +1,14 @@
-"""The eight-bit code of `MinMaxUInt8` in plain torch operations: the rule, on every device.
+"""The code of `MinMaxUInt8` and `MinMaxUInt4` in plain torch operations: the rule, on every device.
 
-A payload holds a byte for each element, then (base, step) for each block, in fp32, or fp64 for fp64 values. An element
-is code * step + base.
+A payload holds a byte for each element, or one for two of them, the first in its low half; then (base, step) for each
+block, in fp32, or fp64 for fp64 values. An element is code * step + base. Codes go up to `levels`, 255 or 15.
 
 - A step has 8 significant bits fewer than its dtype, so code * step is exact, and the element is rounded once, whether
   or not a compiler fuses the multiplication with the addition: the same bits on every device.
 - Where a block spans zero, base is -zero * step for a whole number `zero` of steps: zero is on the grid, exactly.
   Elsewhere base is the minimum.
-- A step is a little longer than range / 255, by 2**-17 to 2**-14 of it (fp64: 2**-46 to 2**-43). The slack keeps codes
-  inside 0 .. 255 however they were rounded: nothing has to be clamped, and nothing can wrap.
+- A step is a little longer than range / levels, by 2**-17 to 2**-14 of it (fp64: 2**-46 to 2**-43). The slack keeps
+  codes inside 0 .. levels however they were rounded: nothing has to be clamped, and nothing can wrap.
 - A block whose range is tiny is scaled up by a power of two for its codes, so that 1 / step is finite.
 - Where the range overflows, base and step are 2**-8 of what they should be, and step is negative to say so.
 """
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from murmura.compressors.base import PIECE_ELEMENTS
+from murmura.compressors.base import PIECE_ELEMENTS, working_dtype
 
 LIFT, TINY = 2.0**64, 2.0**-60  # ranges below TINY are scaled by LIFT
 SINK = 2.0**-8  # and those that overflow by SINK
@@ -32,11 +32,6 @@ INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 MAGIC = {torch.float32: 1.5 * 2.0**23, torch.float64: 1.5 * 2.0**52}  # added to t, leaves round(t) in the low bits
 SMALLEST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
 FEW_BITS = {torch.float32: 2**15, torch.float64: 2**44}  # a whole number up to here times a code is exact
-
-
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What values of `dtype` are computed in, and their headers written in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def header_bytes(dtype: torch.dtype) -> int:
@@ -55,14 +50,14 @@ class Grid(NamedTuple):
     is_finite: Tensor
 
 
-def grid_of(low: Tensor, high: Tensor) -> Grid:
+def grid_of(low: Tensor, high: Tensor, levels: int = 255) -> Grid:
     """The grids of blocks with these minima and maxima, which are of a working dtype."""
     dtype = low.dtype
     spread = high - low
     overflows, is_constant = spread == math.inf, spread == 0
     spans_zero = (low <= 0) & (high >= 0) & ~is_constant
     lift = torch.ones_like(spread).masked_fill_((spread < TINY) & ~is_constant, LIFT)
-    raw = torch.where(overflows, high * SINK - low * SINK, spread * lift) * (1 / 255)
+    raw = torch.where(overflows, high * SINK - low * SINK, spread * lift) * (1 / levels)
     rounded = ((raw.view(INTEGERS[dtype]) + ROUND_UP) & ~DROPPED_BITS).view(dtype)
     # Among the last of the subnormals a step has few bits by itself, and the next one is a unit longer.
     unit = SMALLEST[dtype] * LIFT
@@ -70,7 +65,7 @@ def grid_of(low: Tensor, high: Tensor) -> Grid:
     inverse = (step * lift).reciprocal_().masked_fill_(is_constant, 0)
     lift.masked_fill_(overflows, SINK)
     anchor = low.masked_fill(spans_zero, 0)
-    zero = (255 - (high * lift * inverse + 0.5).floor_()).masked_fill_(~spans_zero, 0)
+    zero = (levels - (high * lift * inverse + 0.5).floor_()).masked_fill_(~spans_zero, 0)
     base = anchor - zero * step + 0.0  # no negative zero, which devices may tell apart
     is_finite = low.isfinite() & high.isfinite()
     header = (base, torch.where(overflows, -step, step))
@@ -80,12 +75,26 @@ def grid_of(low: Tensor, high: Tensor) -> Grid:
 
 def encode(values: Tensor, payload: Tensor, block: int) -> None:
     """Fill `payload` from `values` in blocks of `block` elements, the last one shorter."""
-    numel, dtype = values.numel(), working_dtype(values.dtype)
-    codes = payload[:numel]
+    numel = values.numel()
+    payload[numel:].copy_(quantise(values, payload[:numel], block, 255))
+
+
+def encode_pairs(values: Tensor, payload: Tensor, block: int) -> None:
+    """As `encode`, with codes of four bits, two in a byte."""
+    codes = torch.zeros(values.numel() + values.numel() % 2, dtype=torch.uint8, device=values.device)
+    headers = quantise(values, codes[: values.numel()], block, 15)
+    num_pairs = codes.numel() // 2
+    torch.bitwise_or(codes[::2], codes[1::2] << 4, out=payload[:num_pairs])
+    payload[num_pairs:].copy_(headers)
+
+
+def quantise(values: Tensor, codes: Tensor, block: int, levels: int) -> Tensor:
+    """Fill `codes` from `values`, and return the headers of the blocks, as bytes."""
+    dtype = working_dtype(values.dtype)
     scratch = torch.empty(piece_elements(values), dtype=dtype, device=values.device)
     headers: list[Tensor] = []
     for rows, row_codes in zip(sections(values, block), sections(codes, block), strict=True):
-        grid = grid_of(*extremes(rows, dtype))
+        grid = grid_of(*extremes(rows, dtype), levels)
         headers += [torch.cat((grid.base, grid.step), 1).view(-1)]
         shift = grid.zero + MAGIC[dtype]
         # Blocks that need no anchor and no lift are the usual ones: two operations less, and the same bits.
@@ -100,13 +109,25 @@ def encode(values: Tensor, payload: Tensor, block: int) -> None:
             row_codes[piece].copy_(scaled.add_(shift[part]).view(INTEGERS[dtype]))  # an integer's low byte
         if not is_usual:
             row_codes.mul_(grid.is_finite)
-    payload[numel:].copy_(torch.cat(headers).view(torch.uint8))
+    return torch.cat(headers).view(torch.uint8)
 
 
 def decode(payload: Tensor, out: Tensor, block: int, *, add: bool) -> None:
     """Overwrite `out` from `payload`, or add to it."""
-    numel, dtype = out.numel(), working_dtype(out.dtype)
-    codes, headers = payload[:numel], payload[numel:].clone().view(dtype).view(-1, 2)
+    dequantise(payload[: out.numel()], payload[out.numel() :], out, block, 255, add=add)
+
+
+def decode_pairs(payload: Tensor, out: Tensor, block: int, *, add: bool) -> None:
+    """As `decode`, of what `encode_pairs` made."""
+    pairs = payload[: -(-out.numel() // 2)]
+    codes = torch.stack((pairs & 15, pairs >> 4), 1).view(-1)[: out.numel()]
+    dequantise(codes, payload[pairs.numel() :], out, block, 15, add=add)
+
+
+def dequantise(codes: Tensor, header_bytes: Tensor, out: Tensor, block: int, levels: int, *, add: bool) -> None:
+    """Overwrite `out` from its codes and the headers of its blocks, or add to it."""
+    dtype = working_dtype(out.dtype)
+    headers = header_bytes.clone().view(dtype).view(-1, 2)
     limit = torch.finfo(out.dtype).max
     in_place = out.dtype == dtype and not add
     scratch = torch.empty(0 if in_place else piece_elements(out), dtype=dtype, device=out.device)
@@ -115,7 +136,7 @@ def decode(payload: Tensor, out: Tensor, block: int, *, add: bool) -> None:
         headers = headers[len(rows) :]
         rise = torch.ones_like(step).masked_fill_(step < 0, 1 / SINK)
         step = step.abs()
-        is_usual = out.is_cpu and bool(((rise == 1) & (step * 255 + base.abs() < limit)).all())  # far from overflow
+        is_usual = out.is_cpu and bool(((rise == 1) & (step * levels + base.abs() < limit)).all())  # far from overflow
         for piece in pieces(rows):
             part, target = piece[0], rows[piece]
             decoded = target if in_place else scratch[: target.numel()].view(target.shape)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from murmura.compressors import minmax_plain as plain
+from murmura.compressors.base import working_dtype
 
 LONGEST_BLOCK = 2**14  # a longer one does not fit into the registers of one program
 LONGEST_TILE = 2**10
@@ -132,7 +133,7 @@ def encode(values: Tensor, payload: Tensor, block: int) -> None:
     if block > LONGEST_BLOCK:
         plain.encode(values, payload, block)
         return
-    numel, dtype = values.numel(), plain.working_dtype(values.dtype)
+    numel, dtype = values.numel(), working_dtype(values.dtype)
     behind = payload[numel:]
     # Bytes that begin anywhere cannot be written as numbers: those are written elsewhere and copied.
     headers = (behind if _is_aligned(behind, dtype) else torch.empty_like(behind)).view(dtype)
@@ -158,7 +159,7 @@ def encode(values: Tensor, payload: Tensor, block: int) -> None:
 
 def decode(payload: Tensor, out: Tensor, block: int, *, add: bool) -> None:
     """Overwrite `out` from `payload`, or add to it."""
-    numel, dtype = out.numel(), plain.working_dtype(out.dtype)
+    numel, dtype = out.numel(), working_dtype(out.dtype)
     behind = payload[numel:]
     headers = (behind if _is_aligned(behind, dtype) else behind.clone()).view(dtype)
     width = min(triton.next_power_of_2(block), LONGEST_TILE)

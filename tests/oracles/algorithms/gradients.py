@@ -104,6 +104,34 @@ class AllReduce(Rule):
             hand_out(replicas.models, names, result)
 
 
+class GatheredAllReduce(Rule):
+    """g <- mean q(g): every rank encodes all it has, and what it lost comes with the next gradient of a parameter."""
+
+    takes_buffers_of_rank_0 = True
+
+    def __init__(self, q: Lossy, hierarchical: bool = False, layout: LayoutOf | None = None) -> None:
+        self.q, self.hierarchical, self.layout = q, hierarchical, layout
+
+    def start(self, replicas: Replicas) -> None:
+        parameters = dict(replicas.models[0].named_parameters())
+        zeros = {name: torch.zeros_like(each).reshape(-1) for name, each in parameters.items()}
+        self.lost = [dict(zeros) for _ in replicas.teams(self.hierarchical)]
+
+    def after_backward(self, replicas: Replicas) -> None:
+        teams = replicas.teams(self.hierarchical)
+        for names in layout_of(replicas.models, self.layout, replicas.round):
+            flats = gathered(replicas.models, names)
+            decoded = []
+            for lost, team in zip(self.lost, teams, strict=True):
+                wanted = mean([flats[rank] for rank in team]) + torch.cat([lost[name] for name in names])
+                decoded.append(self.q(wanted))
+                lost.update(
+                    zip(names, (wanted - decoded[-1]).split([lost[name].numel() for name in names]), strict=True)
+                )
+            result = mean(decoded, [len(team) for team in teams]) if len(teams) > 1 else mean(flats)
+            hand_out(replicas.models, names, result)
+
+
 class QAdam(Rule):
     """Adam on the mean gradient for `warmup` steps; then the second moment rests and q(mean q(m)) is the first.
 

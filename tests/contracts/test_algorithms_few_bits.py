@@ -1,0 +1,141 @@
+"""Training with four bits, one bit or a few elements: as simulated, to the bit; saved, resumed and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from contracts.catalogue import layouts
+from contracts.grids import HOSTS, SIZES, grid
+from contracts.test_algorithms_state import check_resumption
+from contracts.training import assert_close, by_step, regression, spread, train_world
+from murmura import (
+    Compressor,
+    DiLoCoAlgorithm,
+    ErrorFeedback,
+    GradientAllReduceAlgorithm,
+    MinMaxUInt4,
+    RandomK,
+    Sign,
+    TopK,
+)
+from oracles.algorithms.gradients import AllReduce, GatheredAllReduce
+from oracles.algorithms.simulation import Feedback, Rule, simulate, there_and_back
+from oracles.algorithms.weights import DiLoCo
+
+STEPS = 4
+
+
+class FeedbackByStream(Feedback):
+    """Where each stream has an encoder of its own, which counts what it sends."""
+
+    def __init__(self, make: Callable[[], Compressor]) -> None:
+        super().__init__(torch.clone)
+        self.make, self.of_stream = make, {}  # type: ignore[var-annotated]
+
+    def send(self, tensor: Tensor, stream: Hashable) -> Tensor:
+        self.q = self.of_stream.setdefault(stream, there_and_back(self.make()))
+        return super().send(tensor, stream)
+
+
+INNER: dict[str, Callable[[], Compressor]] = {
+    "uint4": lambda: MinMaxUInt4(16),
+    "sign": lambda: Sign(16),
+    "topk": lambda: TopK(0.1),
+    "randomk": lambda: RandomK(0.2),
+}
+
+
+def rule_of(name: str, runs: Sequence[Any], hierarchical: bool = False) -> Rule:
+    if name == "topk":
+        return GatheredAllReduce(there_and_back(INNER[name]()), hierarchical, layouts(runs))
+    return AllReduce(q=FeedbackByStream(INNER[name]), hierarchical=hierarchical, layout=layouts(runs))
+
+
+@grid("name, size, bucket_size_bytes", tuple(INNER), SIZES, (10**6, 300), sample=6)
+def test_gradients_with_feedback_are_as_simulated(name: str, size: int, bucket_size_bytes: int) -> None:
+    task = regression("momentum", torch.float32)
+    algorithm = GradientAllReduceAlgorithm(compressor=ErrorFeedback(INNER[name]()))
+    runs = train_world(size, algorithm, task, STEPS, bucket_size_bytes=bucket_size_bytes)
+    assert_close(by_step(runs), simulate(rule_of(name, runs), task, size, STEPS), within=0.0)
+
+
+@grid("name, hosts", tuple(INNER), HOSTS, sample=8)
+def test_between_hosts(name: str, hosts: Sequence[int]) -> None:
+    task = regression("momentum")
+    algorithm = GradientAllReduceAlgorithm(True, compressor=ErrorFeedback(INNER[name]()))
+    runs = train_world(len(hosts), algorithm, task, STEPS, hosts)
+    assert_close(by_step(runs), simulate(rule_of(name, runs, True), task, len(hosts), STEPS, hosts))
+    assert all(spread(each) == 0 for each in by_step(runs))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_majority_votes(size: int) -> None:
+    task = regression("sgd", torch.float32)
+    runs = train_world(size, "gradient_allreduce:compressor=majority_vote", task, STEPS)
+
+    def vote(gradients: Sequence[Tensor]) -> Tensor:
+        return torch.where(sum(torch.where(each >= 0, 1.0, -1.0) for each in gradients) >= 0, 1.0, -1.0)  # type: ignore[arg-type]
+
+    class MajorityVote(Rule):
+        takes_buffers_of_rank_0 = True
+
+        def after_backward(self, replicas: Any) -> None:
+            for parameters in zip(*(model.parameters() for model in replicas.models), strict=True):
+                voted = vote([each.grad for each in parameters])
+                for each in parameters:
+                    each.grad = voted.clone()
+
+    assert_close(by_step(runs), simulate(MajorityVote(), task, size, STEPS), within=0.0)
+
+
+@pytest.mark.parametrize("name", ["topk", "randomk", "uint4"])
+def test_changes_of_weights_with_few_bits(name: str) -> None:
+    task = regression("adam", torch.float32)
+    algorithm = DiLoCoAlgorithm(2, compressor=INNER[name]())
+    runs = train_world(3, algorithm, task, STEPS)
+    if name == "topk":
+        q = there_and_back(INNER[name]())
+        wanted = simulate(GatheredDiLoCo(2, q), task, 3, STEPS)
+    else:
+        streams: Any = FeedbackByStream(INNER[name])
+        streams.send = lambda tensor, stream: streams.of_stream.setdefault(stream, there_and_back(INNER[name]()))(
+            tensor
+        )
+        wanted = simulate(DiLoCo(2, q=streams), task, 3, STEPS)
+    assert_close(by_step(runs), wanted, within=1e-6)  # the order of the outer step's operations differs
+
+
+class GatheredDiLoCo(DiLoCo):
+    """As DiLoCo, with mean q(theta - x)."""
+
+    def __init__(self, interval: int, q: Any) -> None:
+        super().__init__(interval)
+        self.gathered = q
+
+    def after_step(self, replicas: Any) -> None:
+        if (replicas.round + 1) % self.interval == 0:
+            length, flats = replicas.num_parameters(), replicas.flats()
+            replicas.set(
+                torch.cat([self.theta - self.gathered(self.theta - flat[:length]), flat[length:]]) for flat in flats
+            )
+        super().after_step(replicas)
+
+
+@pytest.mark.parametrize("name", [*INNER, "unscaled"])
+def test_a_resumed_run_continues_bit_for_bit(name: str) -> None:
+    inner = Sign(scaled=False) if name == "unscaled" else INNER[name]()
+    check_resumption(3, GradientAllReduceAlgorithm(compressor=ErrorFeedback(inner)), regression("sgd", torch.float32))
+
+
+def test_threads_and_processes_agree() -> None:
+    task = regression("momentum", torch.float32)
+    algorithm = GradientAllReduceAlgorithm(compressor=ErrorFeedback(TopK(0.1)))
+    threads, processes = (
+        by_step(train_world(2, algorithm, task, STEPS, kind=kind)) for kind in ("threads", "processes")
+    )
+    assert_close(processes, threads, within=0.0)
