@@ -141,6 +141,9 @@ ALGORITHMS = {
     "DecentralizedAlgorithm": "hierarchical=True, peer_selection_mode='all', communication_interval=1",
     "LowPrecisionDecentralizedAlgorithm": "hierarchical=True, communication_interval=1, *, compressor=ANY",
     "ByteGradAlgorithm": "hierarchical=True, average=True, *, compressor=ANY",
+    "PowerSGDAlgorithm": (
+        "rank=1, *, warm_start=True, error_feedback=True, min_compression_rate=2.0, warmup_rounds=0, seed=0"
+    ),
     "QAdamAlgorithm": "optimizer=None, hierarchical=True",
     "AsyncModelAverageAlgorithm": "sync_interval_ms=500, *, sync_interval_rounds=None, warmup_rounds=0",
     "LocalSGDAlgorithm": "interval",

@@ -14,6 +14,7 @@ from murmura.algorithms.low_precision_decentralized import (
 )
 from murmura.algorithms.names import algorithm_named, algorithm_names, register_algorithm
 from murmura.algorithms.phased import Phased
+from murmura.algorithms.powersgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
 from murmura.algorithms.qadam import QAdamAlgorithm, QAdamAlgorithmImpl
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer
 
@@ -36,6 +37,8 @@ __all__ = [
     "LowPrecisionDecentralizedAlgorithm",
     "LowPrecisionDecentralizedAlgorithmImpl",
     "Phased",
+    "PowerSGDAlgorithm",
+    "PowerSGDAlgorithmImpl",
     "QAdamAlgorithm",
     "QAdamAlgorithmImpl",
     "QAdamOptimizer",

@@ -15,6 +15,7 @@ from murmura.algorithms.compressed import CompressedMean, Residual
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import register_algorithm
+from murmura.algorithms.skipped_steps import gradients_are_gone
 from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import as_real
 from murmura.buckets import Bucket
@@ -49,11 +50,10 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         self._replica = replica
 
     def before_forward(self) -> None:
-        if self._rounds_since_step and (self._means or self._restored or not self.averages):
-            gradients = [each.grad for each in self._replica.parameters if each.grad is not None]
-            if not any(bool(gradient.any()) for gradient in gradients):
-                self.skip_step()  # GradScaler's way: the gradients were thrown away
-                self._rounds_since_step = 0
+        remembers = self._means or self._restored or not self.averages
+        if self._rounds_since_step and remembers and gradients_are_gone(self._replica):
+            self.skip_step()
+            self._rounds_since_step = 0
 
     def skip_step(self) -> None:
         if self._exchanges_compressed:

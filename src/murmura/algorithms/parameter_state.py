@@ -1,0 +1,81 @@
+"""State of each parameter, by its name: it stays with the parameter, whichever bucket this travels in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from murmura.buckets import Bucket
+
+
+class ParameterState:
+    """A tensor for each parameter, which an algorithm replaces, and never writes into.
+
+    `flat` and `set_flat` read and replace those of a bucket's parameters end to end. A round whose step is skipped can
+    be undone: `keep` before the round, then `restore`, or `forget_kept` when the step is taken.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._kept: dict[str, Tensor] | None = None
+        self._flats: dict[tuple[str, ...], Tensor] = {}  # those that all tensors of a bucket are parts of
+
+    def get(self, name: str) -> Tensor | None:
+        """The tensor of a parameter; None if there is none yet."""
+        return self._tensors.get(name)
+
+    def set(self, name: str, tensor: Tensor) -> None:
+        """Replace the tensor of a parameter."""
+        self._tensors[name] = tensor
+        self._flats = {}
+
+    def flat(self, bucket: Bucket, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensors of the bucket's parameters, each as long as its parameter, end to end; zeros where is none yet.
+
+        In the bucket's dtype, or in `dtype`.
+        """
+        names = tuple(bucket.names)
+        if names not in self._flats:
+            flat = torch.zeros_like(bucket.flat, dtype=dtype)
+            for name, part in zip(names, torch.split(flat, bucket.numels), strict=True):
+                if name in self._tensors:
+                    part.copy_(self._tensors[name])
+            self.set_flat(bucket, flat)
+        return self._flats[names]
+
+    def set_flat(self, bucket: Bucket, flat: Tensor) -> None:
+        """Replace the tensors of the bucket's parameters by the parts of `flat`."""
+        names = tuple(bucket.names)
+        if names not in self._flats:  # parameters that were elsewhere have moved
+            self._flats = {others: each for others, each in self._flats.items() if not set(others) & set(names)}
+        self._flats[names] = flat
+        self._tensors.update(zip(names, torch.split(flat, bucket.numels), strict=True))
+
+    def keep(self) -> None:
+        """Keep the tensors as they are now, unless older ones are kept."""
+        if self._kept is None:
+            self._kept = dict(self._tensors)
+
+    def forget_kept(self) -> None:
+        """What followed `keep` has been applied."""
+        self._kept = None
+
+    def restore(self) -> None:
+        """What followed `keep` has been thrown away: take back the tensors that were kept."""
+        if self._kept is not None:
+            self._tensors, self._kept, self._flats = self._kept, None, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensors": _copies(self._tensors), "kept": None if self._kept is None else _copies(self._kept)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._tensors = _copies(state["tensors"])
+        self._kept = None if state["kept"] is None else _copies(state["kept"])
+        self._flats = {}
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
