@@ -21,10 +21,12 @@ from murmura import (
     LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
     MinMaxUInt8,
+    PowerSGDAlgorithm,
     QAdamAlgorithm,
     QAdamOptimizer,
 )
 from oracles.algorithms.gradients import AllReduce, QAdam
+from oracles.algorithms.powersgd import PowerSGD
 from oracles.algorithms.simulation import Rule, there_and_back
 from oracles.algorithms.weights import AsyncModelAverage, Decentralized, DiLoCo, LocalSGD, LowPrecision
 
@@ -90,6 +92,12 @@ CATALOGUE = (
         lambda runs: QAdam(minmax(), hierarchical=True, **QADAM),
         lockstep=True,
         optimizer=qadam_optimizer,
+    ),
+    Entry(
+        "powersgd",
+        lambda: PowerSGDAlgorithm(2, min_compression_rate=1.5),
+        lambda runs: PowerSGD(2, 1.5),
+        lockstep=True,
     ),
     Entry("async", lambda: AsyncModelAverageAlgorithm(sync_interval_rounds=2), lambda runs: AsyncModelAverage(2)),
     Entry("local_sgd", lambda: LocalSGDAlgorithm(2), lambda runs: LocalSGD(2)),

@@ -19,6 +19,7 @@ from murmura import (
     LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
     Phased,
+    PowerSGDAlgorithm,
     QAdamAlgorithm,
     QAdamOptimizer,
 )
@@ -40,6 +41,14 @@ REFUSED: dict[type, dict[str, tuple[Any, ...]]] = {
         "hierarchical": NO_CHOICE,
         "communication_interval": NO_COUNT,
         "compressor": (None, 1, "x"),
+    },
+    PowerSGDAlgorithm: {
+        "rank": NO_COUNT,
+        "warm_start": NO_CHOICE,
+        "error_feedback": NO_CHOICE,
+        "min_compression_rate": (0.5, NAN, INFINITY, True, None, "x"),
+        "warmup_rounds": (-1, NAN, 1.0, True, None, "x"),
+        "seed": (-1, NAN, 1.0, True, None, "x"),
     },
     QAdamAlgorithm: {"optimizer": (1, NAN, "x", QAdamOptimizer), "hierarchical": NO_CHOICE},
     AsyncModelAverageAlgorithm: {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
 
 import torch
 from torch import Tensor
@@ -20,17 +20,19 @@ def gram_schmidt(columns: Tensor) -> Tensor:
     return torch.stack(result, 1)
 
 
-class PowerSGD(Rule):
-    """M <- g + e; P = gs(mean M Q); Q = mean M^T P; g <- P Q^T; e <- M - P Q^T; the next round begins with Q.
+def drawn(name: str, width: int, rank: int, number: int) -> Tensor:
+    """The Q that murmura begins with, of seed 0: alike on all ranks, whatever the buckets are."""
+    random = torch.Generator().manual_seed(zlib.crc32(f"0 {number} {name}".encode()))
+    return torch.randn(width, rank, generator=random, dtype=torch.float64)
 
-    `first` makes the Q of a parameter, by name, width and the number of the round.
-    """
+
+class PowerSGD(Rule):
+    """M <- g + e; P = gs(mean M Q); Q = mean M^T P; g <- P Q^T; e <- M - P Q^T; the next round begins with Q."""
 
     takes_buffers_of_rank_0 = True
 
     def __init__(
         self,
-        first: Callable[[str, int, int], Tensor],
         rank: int,
         rate: float = 2.0,
         *,
@@ -38,7 +40,7 @@ class PowerSGD(Rule):
         error_feedback: bool = True,
         warmup_rounds: int = 0,
     ) -> None:
-        self.first, self.rank, self.rate = first, rank, rate
+        self.rank, self.rate = rank, rate
         self.warm_start, self.error_feedback, self.warmup_rounds = warm_start, error_feedback, warmup_rounds
 
     def start(self, replicas: Replicas) -> None:
@@ -67,10 +69,13 @@ class PowerSGD(Rule):
         if self.error_feedback:
             matrices = [m + own.get(name, torch.zeros_like(m)) for m, own in zip(matrices, self.errors, strict=True)]
         if name not in self.q or not self.warm_start:
-            self.q[name] = self.first(name, width, replicas.round)[:, :rank]
+            number = 0 if self.warm_start else replicas.round
+            self.q[name] = drawn(name, width, rank, number).to(matrices[0].dtype)
         p = gram_schmidt(mean([m @ self.q[name] for m in matrices]))
-        self.q[name] = mean([m.T @ p for m in matrices])
-        decoded = p @ self.q[name].T
-        for own, m in zip(self.errors, matrices, strict=True):
-            own[name] = m - decoded
+        q = mean([m.T @ p for m in matrices])
+        decoded = p @ q.T
+        if not replicas.skipping:  # otherwise the step is skipped on all ranks, and nothing has happened
+            self.q[name] = q
+            for own, m in zip(self.errors, matrices, strict=True):
+                own[name] = m - decoded
         return decoded.reshape(shape)
