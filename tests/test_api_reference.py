@@ -18,7 +18,7 @@ DOCS = ROOT / "docs"
 REFERENCE = re.findall(r"^::: murmura\.(\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
 # Those that users meet; others, such as buckets and collectives, serve murmura itself.
 PACKAGES = [name for name in murmura.__all__ if inspect.ismodule(getattr(murmura, name))]
-PACKAGES += ["aggregation", "algorithms", "compressors", "ddp", "checkpoint"]
+PACKAGES += ["aggregation", "algorithms", "algorithms.toolkit", "compressors", "ddp", "checkpoint"]
 
 
 def test_every_name_of_murmura_stands_in_the_reference() -> None:

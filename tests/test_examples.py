@@ -18,15 +18,23 @@ from torch import nn
 
 from ddp.models import on_ranks
 from forked import murmura, run_forked
-from murmura import DDP, Transport, run_world
-from murmura.algorithms import algorithm_names
+from murmura import DDP, Compressor, TopK, Transport, algorithms, compressors, run_world
+from murmura.algorithms import algorithm_named, algorithm_names
 from murmura.tools.cli.main import app
+from murmura.tools.experiments import parse_algorithms
 from test_docs import blocks
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 CLUSTER = EXAMPLES / "cluster"
 YAML = CLUSTER / "kubernetes.yaml"
+
+
+@pytest.fixture(autouse=True)
+def names_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the examples register is forgotten after each test."""
+    for registry in (algorithms.names._REGISTRY, compressors.names._REGISTRY):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 
 def run(name: str) -> None:
@@ -134,6 +142,40 @@ def test_your_own_algorithm_is_the_one_in_the_docs_and_learns(capsys: pytest.Cap
     loss, distance = map(float, re.findall(r"\d+\.\d+", capsys.readouterr().out))
     assert loss < 0.05
     assert 0 < distance < 1
+
+
+@pytest.mark.parametrize("name", ["your_own_compressor.py", "your_own_powersgd.py"])
+def test_a_compressor_and_a_low_rank_algorithm_of_ones_own_learn_as_well(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(lines((EXAMPLES / name).read_text())) <= 60
+    run(name)
+    plain, own = capsys.readouterr().out.splitlines()
+    losses = [float(re.findall(r"loss of (\d+\.\d+)", line)[0]) for line in (plain, own)]
+    assert losses[1] < 2 * losses[0] < 0.1
+    if "compressor" in name:
+        sent = [float(re.findall(r"(\d+\.\d+) MB", line)[0]) for line in (plain, own)]
+        assert sent[1] < sent[0] / 10
+
+
+def test_a_compressor_of_ones_own_is_the_built_in_one_but_for_rounding_of_its_count() -> None:
+    largest = names_of("your_own_compressor.py")["Largest"](0.049)
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(decoded(largest, values), decoded(TopK(0.05), values))
+
+
+def decoded(compressor: Compressor, values: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(values)
+    compressor.decompress(compressor.encode(values), out)
+    return out
+
+
+def test_an_algorithm_of_ones_own_is_known_by_name_and_measured_by_its_formula() -> None:
+    names_of("your_own_powersgd.py")
+    assert "rank_one" in algorithm_names()
+    shapes = [[64, 20], [64], [1, 64], [1]]
+    assert algorithm_named("rank_one").bytes_per_round(shapes, 2) == 4 * (84 + 64 + 65 + 1)
+    assert parse_algorithms("rank_one,bytegrad") == ("rank_one", "bytegrad")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])

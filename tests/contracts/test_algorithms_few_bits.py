@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -130,6 +131,43 @@ class GatheredDiLoCo(DiLoCo):
 def test_a_resumed_run_continues_bit_for_bit(name: str) -> None:
     inner = Sign(scaled=False) if name == "unscaled" else INNER[name]()
     check_resumption(3, GradientAllReduceAlgorithm(compressor=ErrorFeedback(inner)), regression("sgd", torch.float32))
+
+
+@dataclass(frozen=True)
+class Above(Compressor):
+    """Sends all elements above a threshold: a count (int64), places (int64) and values (float64)."""
+
+    threshold: float
+
+    gathers = is_uneven = True
+
+    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return 8 + 16 * numel
+
+    def compress(self, tensor: Tensor, payload: Tensor) -> None:
+        places = (tensor.abs() > self.threshold).nonzero().view(-1)
+        parts = [torch.tensor([places.numel()]), places, tensor[places].double().view(torch.int64)]
+        filled = torch.cat(parts).view(torch.uint8)
+        payload[: filled.numel()] = filled
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        payload = super().encode(tensor)
+        return payload[: 8 + 16 * int(payload[:8].view(torch.int64))]
+
+    def decompress(self, payload: Tensor, out: Tensor) -> None:
+        numbers = payload.clone()[: payload.numel() // 8 * 8].view(torch.int64)
+        count = int(numbers[0])
+        out.zero_()[numbers[1 : 1 + count]] = numbers[1 + count : 1 + 2 * count].view(torch.float64).to(out.dtype)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("threshold", [0.05, 1e9], ids=["some", "none"])
+def test_payloads_may_be_of_any_length(size: int, threshold: float) -> None:
+    task, above = regression("momentum", torch.float32), Above(threshold)
+    algorithm = GradientAllReduceAlgorithm(compressor=ErrorFeedback(above))
+    runs = train_world(size, algorithm, task, STEPS)
+    wanted = simulate(GatheredAllReduce(there_and_back(above), layout=layouts(runs)), task, size, STEPS)
+    assert_close(by_step(runs), wanted, within=0.0)
 
 
 def test_threads_and_processes_agree() -> None:
