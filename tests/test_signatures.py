@@ -138,12 +138,15 @@ SIGNATURES = {
 # Each has an Impl that takes the process group first and then the same by name.
 ALGORITHMS = {
     "GradientAllReduceAlgorithm": "hierarchical=False, average=True, *, compressor=None",
-    "DecentralizedAlgorithm": "hierarchical=True, peer_selection_mode='all', communication_interval=1",
+    "DecentralizedAlgorithm": (
+        "hierarchical=True, peer_selection_mode='all', communication_interval=1, *, topology=None"
+    ),
     "LowPrecisionDecentralizedAlgorithm": "hierarchical=True, communication_interval=1, *, compressor=ANY",
     "ByteGradAlgorithm": "hierarchical=True, average=True, *, compressor=ANY",
     "PowerSGDAlgorithm": (
         "rank=1, *, warm_start=True, error_feedback=True, min_compression_rate=2.0, warmup_rounds=0, seed=0"
     ),
+    "PushSumAlgorithm": "topology='one_peer_exponential'",
     "QAdamAlgorithm": "optimizer=None, hierarchical=True",
     "AsyncModelAverageAlgorithm": "sync_interval_ms=500, *, sync_interval_rounds=None, warmup_rounds=0",
     "LocalSGDAlgorithm": "interval",

@@ -28,14 +28,18 @@ from murmura.algorithms import (
     LocalSGDAlgorithmImpl,
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
+    Meeting,
     Phased,
     PowerSGDAlgorithm,
     PowerSGDAlgorithmImpl,
+    PushSumAlgorithm,
+    PushSumAlgorithmImpl,
     QAdamAlgorithm,
     QAdamAlgorithmImpl,
     QAdamOptimizer,
     Replica,
     register_algorithm,
+    register_topology,
 )
 from murmura.buckets import Bucket
 from murmura.checkpoint import Checkpointer
@@ -120,6 +124,7 @@ __all__ = [
     "LocalSGDAlgorithmImpl",
     "LowPrecisionDecentralizedAlgorithm",
     "LowPrecisionDecentralizedAlgorithmImpl",
+    "Meeting",
     "MinMaxUInt4",
     "MinMaxUInt8",
     "MurmuraError",
@@ -131,6 +136,8 @@ __all__ = [
     "PowerSGDAlgorithm",
     "PowerSGDAlgorithmImpl",
     "ProcessGroupTransport",
+    "PushSumAlgorithm",
+    "PushSumAlgorithmImpl",
     "QAdamAlgorithm",
     "QAdamAlgorithmImpl",
     "QAdamOptimizer",
@@ -157,6 +164,7 @@ __all__ = [
     "observe",
     "register_algorithm",
     "register_compressor",
+    "register_topology",
     "run_world",
     "seed_everything",
 ]

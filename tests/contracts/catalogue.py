@@ -22,11 +22,13 @@ from murmura import (
     LowPrecisionDecentralizedAlgorithm,
     MinMaxUInt8,
     PowerSGDAlgorithm,
+    PushSumAlgorithm,
     QAdamAlgorithm,
     QAdamOptimizer,
 )
 from oracles.algorithms.gradients import AllReduce, QAdam
 from oracles.algorithms.powersgd import PowerSGD
+from oracles.algorithms.push_sum import PushSum, one_peer_exponential
 from oracles.algorithms.simulation import Rule, there_and_back
 from oracles.algorithms.weights import AsyncModelAverage, Decentralized, DiLoCo, LocalSGD, LowPrecision
 
@@ -100,6 +102,7 @@ CATALOGUE = (
         lockstep=True,
     ),
     Entry("async", lambda: AsyncModelAverageAlgorithm(sync_interval_rounds=2), lambda runs: AsyncModelAverage(2)),
+    Entry("push_sum", PushSumAlgorithm, lambda runs: PushSum(one_peer_exponential)),
     Entry("local_sgd", lambda: LocalSGDAlgorithm(2), lambda runs: LocalSGD(2)),
     Entry("diloco", lambda: DiLoCoAlgorithm(2), lambda runs: DiLoCo(2)),
 )

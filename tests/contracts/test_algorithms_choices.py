@@ -20,6 +20,7 @@ from murmura import (
     LowPrecisionDecentralizedAlgorithm,
     Phased,
     PowerSGDAlgorithm,
+    PushSumAlgorithm,
     QAdamAlgorithm,
     QAdamOptimizer,
 )
@@ -42,6 +43,7 @@ REFUSED: dict[type, dict[str, tuple[Any, ...]]] = {
         "communication_interval": NO_COUNT,
         "compressor": (None, 1, "x"),
     },
+    PushSumAlgorithm: {"topology": (None, 1, NAN, "x")},
     PowerSGDAlgorithm: {
         "rank": NO_COUNT,
         "warm_start": NO_CHOICE,

@@ -15,8 +15,10 @@ from murmura.algorithms.low_precision_decentralized import (
 from murmura.algorithms.names import algorithm_named, algorithm_names, register_algorithm
 from murmura.algorithms.phased import Phased
 from murmura.algorithms.powersgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
+from murmura.algorithms.push_sum import PushSumAlgorithm, PushSumAlgorithmImpl
 from murmura.algorithms.qadam import QAdamAlgorithm, QAdamAlgorithmImpl
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer
+from murmura.algorithms.topology import Meeting, register_topology, topology_named, topology_names
 
 __all__ = [
     "AggregateGradients",
@@ -36,9 +38,12 @@ __all__ = [
     "LocalSGDAlgorithmImpl",
     "LowPrecisionDecentralizedAlgorithm",
     "LowPrecisionDecentralizedAlgorithmImpl",
+    "Meeting",
     "Phased",
     "PowerSGDAlgorithm",
     "PowerSGDAlgorithmImpl",
+    "PushSumAlgorithm",
+    "PushSumAlgorithmImpl",
     "QAdamAlgorithm",
     "QAdamAlgorithmImpl",
     "QAdamOptimizer",
@@ -46,4 +51,7 @@ __all__ = [
     "algorithm_named",
     "algorithm_names",
     "register_algorithm",
+    "register_topology",
+    "topology_named",
+    "topology_names",
 ]

@@ -95,6 +95,11 @@ class AlgorithmImpl:
         """The algorithm of the present phase: this one, unless it runs others one after another."""
         return self
 
+    @property
+    def weight_in_mean(self) -> float:
+        """How much this rank's replica counts in the mean of all: weights sum up to the number of ranks."""
+        return 1.0
+
     def setup(self, replica: Replica) -> None:
         """Called once, before anything else, when the replicas hold equal weights."""
 

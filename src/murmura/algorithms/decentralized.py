@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,20 +13,17 @@ from murmura.algorithms.background_exchange import BackgroundExchanges, PendingE
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters, Replica
 from murmura.algorithms.checks import at_least_one, yes_or_no
 from murmura.algorithms.hierarchy import Hierarchy
+from murmura.algorithms.mixing import SEGMENT_BYTES, Mixer
 from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.peers import shift_one_peer
+from murmura.algorithms.topology import Meeting, Topology, column_sums, mean_num_peers, meetings, take_topology
 from murmura.algorithms.traffic import mean_bytes, payload_bytes
 from murmura.algorithms.weights import FlatWeights
+from murmura.errors import ConfigError
 from murmura.types import Exchanges, PeerSelection, ReduceOp, parse
 
 if TYPE_CHECKING:
     from murmura.transports.base import Transport
-
-SEGMENT_BYTES = 64 * 2**20
-"""What a peer's weights are received and averaged in, so that no second copy of a large model is needed.
-
-Nothing travels between two segments, so they are long.
-"""
 
 
 class DecentralizedAlgorithmImpl(AlgorithmImpl):
@@ -43,11 +40,20 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
     hierarchical: bool
     peer_selection_mode: PeerSelection
     communication_interval: int
+    topology: Topology | None
 
     def __init__(self, process_group: Transport, **choices: Any) -> None:
         super().__init__(process_group, **choices)
         self._channel = process_group.channel("average")
         self._hierarchy = Hierarchy(self._channel, self.hierarchical)
+        if self.topology is not None and not self._hierarchy.is_even:
+            raise ConfigError(
+                f"hierarchical=True puts {list(self._hierarchy.shares)} ranks on the hosts, and the weights of a "
+                "topology know nothing of that. Use as many ranks on every host, or hierarchical=False."
+            )
+        if self.topology is not None and self._hierarchy.leaders is not None:
+            self._mixer = Mixer(self._hierarchy.leaders)
+            self._meeting(self.topology, self._hierarchy.leaders, 0)  # refuse it before anything is sent
         self._background = BackgroundExchanges(self._channel)
         self._pending: PendingExchange | None = None
         self._incoming: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -113,12 +119,27 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
     def _average(self, number: int) -> None:
         for flat in self._flats:
-            if self.peer_selection_mode is PeerSelection.ALL:
+            if self.topology is None and self.peer_selection_mode is PeerSelection.ALL:
                 self._hierarchy.reduce(flat, ReduceOp.MEAN)
-            else:
-                self._hierarchy.reduce_inside(flat, ReduceOp.MEAN)
+                continue
+            self._hierarchy.reduce_inside(flat, ReduceOp.MEAN)
+            if self.topology is None:
                 self._mean_with_peer(flat, number)
-                self._hierarchy.spread(flat)
+            elif self._hierarchy.leaders is not None:
+                self._mixer.mix(flat, self._meeting(self.topology, self._hierarchy.leaders, number))
+            self._hierarchy.spread(flat)
+
+    def _meeting(self, topology: Topology, leaders: Transport, number: int) -> Meeting:
+        """What this leader does in exchange `number`; refused if it would move the mean of the replicas."""
+        found = meetings(topology, leaders.world_size, number)
+        sums = [*column_sums(found), *(sum(each.weights) for each in found)]
+        if any(abs(total - 1) > 1e-9 for total in sums):
+            raise ConfigError(
+                f"topology={topology!r}, exchange {number}: not all weights of what a rank receives, and of what it "
+                "hands out, sum up to 1, so plain averages would be biased. PushSumAlgorithm takes such a graph, if "
+                "what a rank hands out does."
+            )
+        return found[leaders.rank]
 
     def _mean_with_peer(self, flat: Tensor, number: int) -> None:
         """Average with the peer of communication `number`: both come to the same bits."""
@@ -160,7 +181,10 @@ class DecentralizedAlgorithm(Algorithm):
     """Averages the weights while forward and backward run, then steps on the local gradient.
 
     With "all" the average is over all ranks; with "shift_one" it is over this rank and one peer, another one each
-    time. Communicates in every `communication_interval`-th round, beginning with round 0.
+    time. `topology` is a name or a function of (rank, number of ranks, number of the exchange) that says with whom, and
+    with which weights; of what a rank receives, and of what it hands out, they sum up to 1.
+
+    Communicates in every `communication_interval`-th round, beginning with round 0.
     """
 
     impl: ClassVar[type[AlgorithmImpl]] = DecentralizedAlgorithmImpl
@@ -168,14 +192,22 @@ class DecentralizedAlgorithm(Algorithm):
     hierarchical: bool = True
     peer_selection_mode: PeerSelection | str = PeerSelection.ALL
     communication_interval: int = 1
+    topology: Topology | str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         yes_or_no(hierarchical=self.hierarchical)
         at_least_one(communication_interval=self.communication_interval)
         mode = parse(PeerSelection, self.peer_selection_mode, "peer_selection_mode")
         object.__setattr__(self, "peer_selection_mode", mode)  # a string becomes a member
+        if self.topology is not None:
+            take_topology(self, self.topology)
+            if mode is not PeerSelection.ALL:
+                raise ConfigError(f"peer_selection_mode={mode.value!r} says with whom, and topology too. Give one.")
 
     def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
+        if callable(self.topology):
+            peers = mean_num_peers(self.topology, num_ranks)
+            return peers * payload_bytes(parameters) / self.communication_interval
         if self.peer_selection_mode is PeerSelection.ALL:
             return mean_bytes(parameters, num_ranks) / self.communication_interval
         share = (num_ranks - num_ranks % 2) / num_ranks  # with an odd number one rank has no peer

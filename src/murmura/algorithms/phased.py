@@ -46,6 +46,10 @@ class PhasedImpl(AlgorithmImpl):
     def averages(self) -> bool:  # type: ignore[override]
         return self.running.averages
 
+    @property
+    def weight_in_mean(self) -> float:
+        return self.running.weight_in_mean
+
     def setup(self, replica: Replica) -> None:
         self._replica = replica
         self.running.setup(replica)

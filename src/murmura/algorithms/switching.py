@@ -27,7 +27,7 @@ def replace_algorithm(running: AlgorithmImpl, algorithm: Algorithm, replica: Rep
     whole = Deadline(replica.transport.timeout)
     running.close()  # a loop that averages by the clock waits here for the others' votes
     if running.exchanges is Exchanges.WEIGHTS:
-        _average_weights(replica, max(whole.remaining, whole.timeout / 2))
+        _average_weights(replica, running.weight_in_mean, max(whole.remaining, whole.timeout / 2))
         replica.moments_may_differ = True
     if successor.exchanges is Exchanges.WEIGHTS:
         replica.moments_may_differ = False
@@ -36,10 +36,12 @@ def replace_algorithm(running: AlgorithmImpl, algorithm: Algorithm, replica: Rep
     return successor
 
 
-def _average_weights(replica: Replica, timeout: float) -> None:
+def _average_weights(replica: Replica, weight: float, timeout: float) -> None:
     weights = FlatWeights(replica, with_frozen=True)  # what is frozen now may have been trained apart
     flats = weights.allocate(replica.transport.allocate)
     for flat in flats:
+        if weight != 1:
+            flat.mul_(weight)
         replica.transport.all_reduce(flat, ReduceOp.MEAN, timeout=timeout)
     weights.write(flats)
 

@@ -295,12 +295,12 @@ class DDP(TorchSurface):
     def consensus_distance(self) -> float:
         """How far the replicas are apart (root mean square distance to their mean); collective, equal on all ranks."""
         self._driver.settling.before_collective()
-        return consensus.consensus_distance(self._replica)
+        return consensus.consensus_distance(self._replica, self.algorithm.weight_in_mean)
 
     def average_parameters(self) -> AbstractContextManager[None]:
         """Inside it the module holds the mean of all replicas; afterwards each has its own weights back. Collective."""
         self._driver.settling.before_collective()
-        return consensus.average_parameters(self._replica)
+        return consensus.average_parameters(self._replica, self.algorithm.weight_in_mean)
 
     def observe(self, observer: Observer | None) -> None:
         """Report to `observer` from now on, None ends it; an `Observer` calls it by itself."""
