@@ -33,7 +33,7 @@ YAML = CLUSTER / "kubernetes.yaml"
 @pytest.fixture(autouse=True)
 def names_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the examples register is forgotten after each test."""
-    for registry in (algorithms.names._REGISTRY, compressors.names._REGISTRY):
+    for registry in (algorithms.names._REGISTRY, compressors.names._REGISTRY, algorithms.topology._REGISTRY):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 
@@ -162,6 +162,18 @@ def test_a_compressor_of_ones_own_is_the_built_in_one_but_for_rounding_of_its_co
     largest = names_of("your_own_compressor.py")["Largest"](0.049)
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     assert torch.equal(decoded(largest, values), decoded(TopK(0.05), values))
+
+
+def test_a_topology_of_ones_own_is_averaged_without_bias(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(lines((EXAMPLES / "your_own_topology.py").read_text())) <= 60
+    run("your_own_topology.py")
+    first, second = capsys.readouterr().out.splitlines()
+    loss, distance = map(float, re.findall(r"\d+\.\d+", first))
+    weights = [float(each) for each in re.findall(r"\d+\.\d+", second)]
+    assert loss < 0.05
+    assert distance < 1
+    assert max(weights) > 1.2
+    assert sum(weights) == pytest.approx(4, abs=0.03)
 
 
 def decoded(compressor: Compressor, values: torch.Tensor) -> torch.Tensor:
