@@ -147,7 +147,7 @@ ALGORITHMS = {
         "rank=1, *, warm_start=True, error_feedback=True, min_compression_rate=2.0, warmup_rounds=0, seed=0"
     ),
     "PushSumAlgorithm": "topology='one_peer_exponential'",
-    "QAdamAlgorithm": "optimizer=None, hierarchical=True",
+    "QAdamAlgorithm": "optimizer=None, hierarchical=True, *, compressor=ANY",
     "AsyncModelAverageAlgorithm": "sync_interval_ms=500, *, sync_interval_rounds=None, warmup_rounds=0",
     "LocalSGDAlgorithm": "interval",
     "DiLoCoAlgorithm": "interval, outer_lr=0.7, outer_momentum=0.9, *, compressor=None",

@@ -52,7 +52,11 @@ REFUSED: dict[type, dict[str, tuple[Any, ...]]] = {
         "warmup_rounds": (-1, NAN, 1.0, True, None, "x"),
         "seed": (-1, NAN, 1.0, True, None, "x"),
     },
-    QAdamAlgorithm: {"optimizer": (1, NAN, "x", QAdamOptimizer), "hierarchical": NO_CHOICE},
+    QAdamAlgorithm: {
+        "optimizer": (1, NAN, "x", QAdamOptimizer),
+        "hierarchical": NO_CHOICE,
+        "compressor": (None, 1, "x"),
+    },
     AsyncModelAverageAlgorithm: {
         "sync_interval_ms": NO_COUNT,
         "sync_interval_rounds": tuple(each for each in NO_COUNT if each is not None),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,20 +14,26 @@ from torch import Tensor
 from contracts.catalogue import layouts
 from contracts.grids import HOSTS, SIZES, grid
 from contracts.test_algorithms_state import check_resumption
-from contracts.training import assert_close, by_step, regression, spread, train_world
+from contracts.training import assert_close, by_step, regression, spread, step, train_world
 from murmura import (
+    DDP,
     Compressor,
     DiLoCoAlgorithm,
     ErrorFeedback,
     GradientAllReduceAlgorithm,
     MinMaxUInt4,
+    QAdamAlgorithm,
+    QAdamOptimizer,
     RandomK,
     Sign,
     TopK,
+    Transport,
+    run_world,
 )
-from oracles.algorithms.gradients import AllReduce, GatheredAllReduce
-from oracles.algorithms.simulation import Feedback, Rule, simulate, there_and_back
+from oracles.algorithms.gradients import AllReduce, GatheredAllReduce, QAdam
+from oracles.algorithms.simulation import Feedback, Rule, Task, simulate, there_and_back
 from oracles.algorithms.weights import DiLoCo
+from worlds import SECONDS
 
 STEPS = 4
 
@@ -125,6 +132,59 @@ class GatheredDiLoCo(DiLoCo):
                 torch.cat([self.theta - self.gathered(self.theta - flat[:length]), flat[length:]]) for flat in flats
             )
         super().after_step(replicas)
+
+
+def qadam_task(dtype: torch.dtype) -> Task:
+    return replace(regression(dtype=dtype), make_optimizer=functools.partial(QAdamOptimizer, lr=0.01, warmup_steps=2))
+
+
+@pytest.mark.parametrize("name", ["sign", "uint4", "randomk"])
+@pytest.mark.parametrize("hosts", [None, [0, 0, 1]], ids=["ranks", "hosts"])
+def test_moments_with_few_bits(name: str, hosts: list[int] | None) -> None:
+    task = qadam_task(torch.float64)
+    runs = train_world(3, QAdamAlgorithm(compressor=ErrorFeedback(INNER[name]())), task, 6, hosts)
+    rule = QAdam(FeedbackByStream(INNER[name]), 2, lr=0.01, hierarchical=True)
+    assert_close(by_step(runs), simulate(rule, task, 3, 6, hosts))
+    assert all(spread(each) == 0 for each in by_step(runs))
+
+
+def freeze_for_a_while(transport: Transport) -> bool:
+    """Whether what compression left over of the first layer stays when the last one is frozen, and thawed again."""
+    task = qadam_task(torch.float64)
+    algorithm = QAdamAlgorithm(compressor=ErrorFeedback(INNER["uint4"]()))
+    ddp = DDP(task.make_model(), transport, algorithm=algorithm)
+    optimizer = task.make_optimizer(ddp.parameters())
+    impl: Any = ddp.algorithm
+    kept = []
+    prepare = impl._prepare
+
+    def watched(*args: Any) -> None:
+        before = residual() if impl._means else None
+        prepare(*args)
+        if before is not None:
+            kept.append(torch.equal(before, residual()) and bool(before.any()))
+
+    def residual() -> Tensor:
+        return torch.cat([each.clone() for each in impl._means[0].residuals(*impl._layouts[0])["0.weight"]])
+
+    impl._prepare = watched
+    for number in range(8):
+        if number in (4, 6):
+            ddp.module[4].weight.requires_grad_(number == 6)
+            ddp.module[4].weight.grad = None
+        step(ddp, optimizer, task, number, transport.rank)
+    ddp.verify_in_sync()
+    ddp.close()
+    return kept == [True] * 5
+
+
+def test_what_moments_lost_moves_along_when_others_are_frozen_and_thawed() -> None:
+    assert run_world(freeze_for_a_while, 3, timeout=SECONDS) == [True] * 3
+
+
+@pytest.mark.parametrize("name", ["sign", "topk"])
+def test_resumed_moments_continue_bit_for_bit(name: str) -> None:
+    check_resumption(3, QAdamAlgorithm(compressor=ErrorFeedback(INNER[name]())), qadam_task(torch.float32))
 
 
 @pytest.mark.parametrize("name", [*INNER, "unscaled"])

@@ -1,9 +1,9 @@
-"""Adam whose first moments travel in eight bits after a warm-up on gradients (Bagua's QAdam; arXiv 2102.02888)."""
+"""Adam whose first moments travel compressed after a warm-up on gradients (Bagua's QAdam; arXiv 2102.02888)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters, Replica
-from murmura.algorithms.checks import instances_of, yes_or_no
+from murmura.algorithms.checks import instances_of, take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
-from murmura.algorithms.compressed import CompressedMean
+from murmura.algorithms.compressed import CompressedMean, Residual
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import register_algorithm
@@ -22,7 +22,7 @@ from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import as_real
 from murmura.buckets import Bucket
 from murmura.buckets.flat import FlatTensors
-from murmura.compressors import MinMaxUInt8
+from murmura.compressors import Compressor, MinMaxUInt8
 from murmura.errors import ConfigError, UsageError
 from murmura.types import Exchanges, ReduceOp
 
@@ -46,6 +46,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     hierarchical: bool
     optimizer: QAdamOptimizer | None
+    compressor: Compressor
 
     def __init__(self, process_group: Transport, **choices: Any) -> None:
         super().__init__(process_group, **choices)
@@ -57,6 +58,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._codec = CodecThread()
         self._flats: list[Tensor] = []
         self._means: list[CompressedMean] = []
+        self._layouts: list[tuple[list[str], list[int]]] = []  # the parameters of each, and how many real numbers each
+        self._restored: Sequence[Mapping[str, Any]] = ()  # states of means that have not been made yet
 
     @property
     def exchanges(self) -> Exchanges:  # type: ignore[override]  # changes when the warm-up ends
@@ -126,7 +129,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         optimizer.fold_gradients()
         moments = [optimizer.first_moment(each) for each in parameters]
         flat_moments = FlatTensors(moments)
-        self._prepare(flat_moments)
+        self._prepare(flat_moments, moments)
         flat_moments.read(self._flats)
         for index, flat in enumerate(self._flats):
             self._hierarchy.reduce_inside(flat, ReduceOp.MEAN)
@@ -158,18 +161,38 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
                     parameter.grad = torch.zeros_like(parameter)
         return bool(any_stepping), bool(any_skips)
 
-    def _prepare(self, moments: FlatTensors) -> None:
-        """Flats for the moments, and what averages them between hosts; anew if other parameters are trainable."""
-        if [flat.numel() for flat in self._flats] == moments.numels:
+    def _prepare(self, flat_moments: FlatTensors, moments: Sequence[Tensor]) -> None:
+        """Flats for the moments, and what averages them between hosts; anew if other parameters are trainable.
+
+        Collective: what compression left over of a parameter moves along.
+        """
+        own = zip(self._replica.names, self._replica.parameters, strict=True)
+        names = [name for name, each in own if each.requires_grad]
+        numels = [each.numel() * (2 if each.is_complex() else 1) for each in moments]
+        layouts = [
+            ([names[each] for each in group.members], [numels[each] for each in group.members])
+            for group in flat_moments.groups
+        ]
+        if layouts == self._layouts:
             return
-        leaders = self._hierarchy.leaders
-        self._flats = moments.allocate(self.process_group.allocate)
+        residuals: dict[str, Residual] = {}
+        for mean, layout in zip(self._means, self._layouts, strict=False):
+            residuals |= mean.residuals(*layout)
+        leaders, self._layouts = self._hierarchy.leaders, layouts
+        self._flats = flat_moments.allocate(self.process_group.allocate)
         self._means = []
-        if leaders is not None:
+        if leaders is not None and leaders.world_size > 1:
+            shares = self._hierarchy.shares
             self._means = [
-                compressed_mean(leaders, as_real(flat), MinMaxUInt8(), self._codec, shares=self._hierarchy.shares)
+                compressed_mean(leaders, as_real(flat), self.compressor, self._codec, shares=shares)
                 for flat in self._flats
             ]
+        for mean, layout in zip(self._means, layouts, strict=False):
+            if residuals:
+                mean.set_residuals(*layout, residuals)
+        for mean, state in zip(self._means, self._restored, strict=False):
+            mean.load_state_dict(state)
+        self._restored = ()
 
     def _check_covers(self, optimizer: QAdamOptimizer) -> None:
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -184,33 +207,38 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._codec.close()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"is_warm": self.exchanges is Exchanges.MOMENTA}
+        compressed = [mean.state_dict() for mean in self._means] if self._means else self._restored
+        return {"is_warm": self.exchanges is Exchanges.MOMENTA, "compressed": list(compressed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._was_warm = state["is_warm"]
+        self._restored, self._layouts, self._means = state["compressed"], [], []
 
 
 @register_algorithm("qadam")
 @dataclass(frozen=True)
 class QAdamAlgorithm(Algorithm):
-    """Averages gradients while a QAdamOptimizer warms up, and its first moments in eight bits from then on.
+    """Averages gradients while a QAdamOptimizer warms up, and its first moments, compressed, from then on.
 
-    With an explicit `optimizer` it serves that one's model; None finds the QAdamOptimizer at its first step.
+    With an explicit `optimizer` it serves that one's model; None finds the QAdamOptimizer at its first step. With
+    ``compressor="sign"`` it is 1-bit Adam.
     """
 
     impl: ClassVar[type[AlgorithmImpl]] = QAdamAlgorithmImpl
 
     optimizer: QAdamOptimizer | None = None
     hierarchical: bool = True
+    compressor: Compressor | str = field(default_factory=MinMaxUInt8, kw_only=True)
 
     def __post_init__(self) -> None:
         yes_or_no(hierarchical=self.hierarchical)
+        take_compressor(self, self.compressor)
         if self.optimizer is not None:
             instances_of(QAdamOptimizer, optimizer=self.optimizer)
 
     def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
         """After the warm-up, in which it sends what `GradientAllReduceAlgorithm` does."""
-        return mean_bytes(parameters, num_ranks, MinMaxUInt8())
+        return mean_bytes(parameters, num_ranks, self.compressor)
 
     def own_optimizer(self, parameters: Iterable[nn.Parameter], lr: float, num_steps: int) -> QAdamOptimizer:
         return QAdamOptimizer(parameters, lr=lr, warmup_steps=max(1, round(WARMUP_SHARE * num_steps)))
