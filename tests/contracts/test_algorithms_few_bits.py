@@ -64,7 +64,7 @@ def rule_of(name: str, runs: Sequence[Any], hierarchical: bool = False) -> Rule:
     return AllReduce(q=FeedbackByStream(INNER[name]), hierarchical=hierarchical, layout=layouts(runs))
 
 
-@grid("name, size, bucket_size_bytes", tuple(INNER), SIZES, (10**6, 300), sample=6)
+@grid("name, size, bucket_size_bytes", tuple(INNER), SIZES, (10**6, 300), sample=8)
 def test_gradients_with_feedback_are_as_simulated(name: str, size: int, bucket_size_bytes: int) -> None:
     task = regression("momentum", torch.float32)
     algorithm = GradientAllReduceAlgorithm(compressor=ErrorFeedback(INNER[name]()))
@@ -138,8 +138,7 @@ def qadam_task(dtype: torch.dtype) -> Task:
     return replace(regression(dtype=dtype), make_optimizer=functools.partial(QAdamOptimizer, lr=0.01, warmup_steps=2))
 
 
-@pytest.mark.parametrize("name", ["sign", "uint4", "randomk"])
-@pytest.mark.parametrize("hosts", [None, [0, 0, 1]], ids=["ranks", "hosts"])
+@grid("name, hosts", ("sign", "uint4", "randomk"), (None, [0, 0, 1]), sample=3)
 def test_moments_with_few_bits(name: str, hosts: list[int] | None) -> None:
     task = qadam_task(torch.float64)
     runs = train_world(3, QAdamAlgorithm(compressor=ErrorFeedback(INNER[name]())), task, 6, hosts)
@@ -182,12 +181,12 @@ def test_what_moments_lost_moves_along_when_others_are_frozen_and_thawed() -> No
     assert run_world(freeze_for_a_while, 3, timeout=SECONDS) == [True] * 3
 
 
-@pytest.mark.parametrize("name", ["sign", "topk"])
+@grid("name", ("sign", "topk"), sample=2)
 def test_resumed_moments_continue_bit_for_bit(name: str) -> None:
     check_resumption(3, QAdamAlgorithm(compressor=ErrorFeedback(INNER[name]())), qadam_task(torch.float32))
 
 
-@pytest.mark.parametrize("name", [*INNER, "unscaled"])
+@grid("name", ("randomk", "sign", "topk", "uint4", "unscaled"))
 def test_a_resumed_run_continues_bit_for_bit(name: str) -> None:
     inner = Sign(scaled=False) if name == "unscaled" else INNER[name]()
     check_resumption(3, GradientAllReduceAlgorithm(compressor=ErrorFeedback(inner)), regression("sgd", torch.float32))

@@ -116,13 +116,15 @@ def test_odd_parameters_train_and_stay_equal() -> None:
         assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("algorithm", [PowerSGDAlgorithm(), PowerSGDAlgorithm(2, warm_start=False)], ids=str)
+@pytest.mark.slow  # the catalogue has the usual choice
+@pytest.mark.parametrize(
+    "algorithm", [PowerSGDAlgorithm(warmup_rounds=3), PowerSGDAlgorithm(2, warm_start=False)], ids=str
+)
 def test_a_resumed_run_continues_bit_for_bit(algorithm: PowerSGDAlgorithm) -> None:
     check_resumption(3, algorithm, regression("momentum", torch.float32))
 
 
-@pytest.mark.parametrize("how", ["none", "zeros", "resumed"])
-@pytest.mark.parametrize("skipped", [0, 2], ids=["before_replanning", "later"])
+@grid("skipped, how", (0, 2), ("resumed", "none", "zeros"), sample=3)  # buckets are cut anew after round 0
 def test_a_skipped_step_leaves_nothing(how: str, skipped: int) -> None:
     with_it = run_world(weights_after, 3, PowerSGDAlgorithm(), range(5), [skipped], how, timeout=SECONDS)
     rounds = [number for number in range(5) if number != skipped]
