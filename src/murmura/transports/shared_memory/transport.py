@@ -208,7 +208,8 @@ class SharedMemoryTransport(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        check_timeout(timeout)
+        if timeout is not None:
+            check_timeout(timeout)
         if self._listeners.members:
             self.announce()
         if out is None and not async_op:
