@@ -149,8 +149,8 @@ ALGORITHMS = {
     "PushSumAlgorithm": "topology='one_peer_exponential'",
     "QAdamAlgorithm": "optimizer=None, hierarchical=True, *, compressor=ANY",
     "AsyncModelAverageAlgorithm": "sync_interval_ms=500, *, sync_interval_rounds=None, warmup_rounds=0",
-    "LocalSGDAlgorithm": "interval",
-    "DiLoCoAlgorithm": "interval, outer_lr=0.7, outer_momentum=0.9, *, compressor=None",
+    "LocalSGDAlgorithm": "interval, *, average_moments=False",
+    "DiLoCoAlgorithm": "interval, outer_lr=0.7, outer_momentum=0.9, *, compressor=None, average_moments=False",
 }
 SIGNATURES |= ALGORITHMS
 SIGNATURES |= {f"{name}Impl": "process_group, **choices" for name in ALGORITHMS}

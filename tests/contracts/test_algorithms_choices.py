@@ -62,7 +62,7 @@ REFUSED: dict[type, dict[str, tuple[Any, ...]]] = {
         "sync_interval_rounds": tuple(each for each in NO_COUNT if each is not None),
         "warmup_rounds": (-1, NAN, INFINITY, 1.0, True, None, "x"),
     },
-    LocalSGDAlgorithm: {"interval": NO_COUNT},
+    LocalSGDAlgorithm: {"interval": NO_COUNT, "average_moments": NO_CHOICE},
     DiLoCoAlgorithm: {
         "interval": NO_COUNT,
         "outer_lr": (0, -1, NAN, INFINITY, True, None, "x"),

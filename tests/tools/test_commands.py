@@ -33,7 +33,9 @@ def test_the_names_of_algorithms_are_listed_with_what_each_stands_for() -> None:
     lines = CliRunner().invoke(app, ["algorithms"]).stdout.splitlines()
     assert [line.split()[0] for line in lines] == algorithm_names()
     diloco = next(line for line in lines if line.startswith("diloco "))
-    assert diloco.endswith("DiLoCoAlgorithm(interval=20, outer_lr=0.7, outer_momentum=0.9, compressor=None)")
+    assert diloco.endswith(
+        "DiLoCoAlgorithm(interval=20, outer_lr=0.7, outer_momentum=0.9, compressor=None, average_moments=False)"
+    )
 
 
 @pytest.mark.parametrize("name", algorithm_names())

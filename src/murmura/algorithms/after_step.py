@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from murmura.algorithms.base import AlgorithmImpl, Replica
+from murmura.algorithms.switching import average_known_moments
 from murmura.algorithms.weights import FlatWeights
 from murmura.errors import PeerTimeout
 from murmura.types import Exchanges, ReduceOp
@@ -33,6 +34,9 @@ class AfterStepImpl(AlgorithmImpl, ABC):
     @abstractmethod
     def communicate(self) -> None:
         """Exchange the weights and write them."""
+
+    average_moments = False
+    """Whether what optimizers remember is averaged with every exchange of weights."""
 
     @abstractmethod
     def use(self, weights: FlatWeights) -> None:
@@ -74,6 +78,8 @@ class AfterStepImpl(AlgorithmImpl, ABC):
             self.start_from_mean()
         self._is_restarted = False
         self.communicate()
+        if self.average_moments and self.process_group.world_size > 1:
+            average_known_moments(self._replica)
 
     def _has_any_stepped(self, here: bool) -> bool:
         """Whether a rank has stepped, or will not: so that the exchange is due now."""

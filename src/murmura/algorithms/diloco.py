@@ -11,7 +11,7 @@ from torch import Tensor
 
 from murmura.algorithms.after_step import AfterStepImpl
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
-from murmura.algorithms.checks import at_least_one, is_real, take_compressor
+from murmura.algorithms.checks import at_least_one, is_real, take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean, Residual
 from murmura.algorithms.means import compressed_mean
@@ -146,7 +146,8 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
 class DiLoCoAlgorithm(Algorithm):
     """Applies Nesterov momentum to the mean change of the weights after every `interval`-th round.
 
-    `compressor` sends that change in fewer bytes.
+    `compressor` sends that change in fewer bytes. `average_moments` averages what the inner optimizers remember, such
+    as Adam's moments, as well.
     """
 
     impl: ClassVar[type[AlgorithmImpl]] = DiLoCoAlgorithmImpl
@@ -155,10 +156,12 @@ class DiLoCoAlgorithm(Algorithm):
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     compressor: Compressor | str | None = field(default=None, kw_only=True)
+    average_moments: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         lr, momentum = self.outer_lr, self.outer_momentum
         at_least_one(interval=self.interval)
+        yes_or_no(average_moments=self.average_moments)
         if not is_real(lr) or not lr > 0 or not is_real(momentum) or not 0 <= momentum < 1:
             raise ConfigError(
                 f"outer_lr={lr!r} must be a number above 0, and outer_momentum={momentum!r} one from 0 up to below 1."
@@ -167,7 +170,9 @@ class DiLoCoAlgorithm(Algorithm):
             take_compressor(self, self.compressor)
 
     def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
-        return mean_bytes(parameters, num_ranks, self.compressor) / self.interval
+        """With moments, those of Adam: two for each element, as they are."""
+        moments = 2 * mean_bytes(parameters, num_ranks) if self.average_moments else 0
+        return (mean_bytes(parameters, num_ranks, self.compressor) + moments) / self.interval
 
     @property
     def period(self) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from murmura.algorithms.after_step import AfterStepImpl
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
-from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.checks import at_least_one, yes_or_no
 from murmura.algorithms.names import LOCAL_STEPS, register_algorithm
 from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import FlatWeights
@@ -35,17 +35,23 @@ class LocalSGDAlgorithmImpl(AfterStepImpl):
 @register_algorithm("local_sgd", interval=LOCAL_STEPS)
 @dataclass(frozen=True)
 class LocalSGDAlgorithm(Algorithm):
-    """Averages weights after the step of every `interval`-th round."""
+    """Averages weights after the step of every `interval`-th round.
+
+    `average_moments` averages what the optimizers remember, such as Adam's moments, as well.
+    """
 
     impl: ClassVar[type[AlgorithmImpl]] = LocalSGDAlgorithmImpl
 
     interval: int
+    average_moments: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         at_least_one(interval=self.interval)
+        yes_or_no(average_moments=self.average_moments)
 
     def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
-        return mean_bytes(parameters, num_ranks) / self.interval
+        """With moments, those of Adam: two for each element."""
+        return (3 if self.average_moments else 1) * mean_bytes(parameters, num_ranks) / self.interval
 
     @property
     def period(self) -> int:

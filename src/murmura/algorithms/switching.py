@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
 from murmura.algorithms.weights import FlatWeights
+from murmura.buckets.flat import FlatTensors, plain_memory
 from murmura.collectives.deadline import Deadline
 from murmura.errors import UsageError
 from murmura.types import Exchanges, ReduceOp
@@ -58,8 +59,19 @@ def average_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None:
             "the ranks' optimizers do not hold the same moments, so they cannot be averaged. Build the same optimizers "
             "on every rank, or new ones before you change the algorithm."
         )
-    for _, moment in moments:
-        replica.transport.all_reduce(moment, ReduceOp.MEAN)
+    flat_moments = FlatTensors([moment for _, moment in moments])
+    flats = flat_moments.allocate(plain_memory)
+    for flat in flats:
+        replica.transport.all_reduce(flat, ReduceOp.MEAN)
+    flat_moments.write(flats)
+
+
+def average_known_moments(replica: Replica) -> None:
+    """As `average_moments`, for all optimizers that have stepped; nothing where not all ranks have taken a step yet."""
+    optimizers = replica.optimizers
+    least, most = _extremes(replica, len(optimizers))
+    if least == most > 0:
+        average_moments(replica, optimizers)
 
 
 def _complete_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None:

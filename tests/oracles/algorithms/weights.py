@@ -72,6 +72,27 @@ class LocalSGD(Rule):
             replicas.set([mean(replicas.flats())] * replicas.size)
 
 
+class WithMoments(Rule):
+    """After every `interval`-th exchange of `inner`, also the mean of what optimizers remember of each parameter."""
+
+    def __init__(self, inner: LocalSGD | DiLoCo) -> None:
+        self.inner, self.interval = inner, inner.interval
+
+    def start(self, replicas: Replicas) -> None:
+        self.inner.start(replicas)
+
+    def after_step(self, replicas: Replicas) -> None:
+        self.inner.after_step(replicas)
+        if (replicas.round + 1) % self.interval == 0:
+            models = [list(model.parameters()) for model in replicas.models]
+            for own in zip(*models, strict=True):
+                states = [optimizer.state[each] for optimizer, each in zip(replicas.optimizers, own, strict=True)]
+                for key in states[0]:
+                    common = mean([state[key] for state in states])
+                    for state in states:
+                        state[key] = common.clone()
+
+
 class DiLoCo(Rule):
     """d = mean(theta - x); v <- mu v + d; theta <- theta - lr (d + mu v); x <- theta. Buffers: their mean.
 

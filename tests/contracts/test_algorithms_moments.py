@@ -1,0 +1,65 @@
+"""Local training that averages what optimizers remember along with the weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from contracts.grids import SIZES, grid
+from contracts.test_algorithms_state import check_resumption
+from contracts.training import assert_close, by_step, regression, step, train_world
+from murmura import DDP, Algorithm, DiLoCoAlgorithm, LocalSGDAlgorithm, Transport, run_world
+from oracles.algorithms.simulation import flat_of, simulate
+from oracles.algorithms.weights import DiLoCo, LocalSGD, WithMoments
+from worlds import SECONDS
+
+STEPS = 5
+RULES = {
+    "local_sgd": (lambda: LocalSGDAlgorithm(2, average_moments=True), lambda: LocalSGD(2)),
+    "diloco": (lambda: DiLoCoAlgorithm(2, average_moments=True), lambda: DiLoCo(2)),
+}
+
+
+@grid("name, size, optimizer", tuple(RULES), SIZES, ("adam", "momentum"), sample=6)
+def test_moments_are_averaged_as_simulated(name: str, size: int, optimizer: str) -> None:
+    task = regression(optimizer)
+    make, rule = RULES[name]
+    wanted = simulate(WithMoments(rule()), task, size, STEPS)
+    assert_close(by_step(train_world(size, make(), task, STEPS)), wanted)
+    if size > 1:
+        apart = simulate(rule(), task, size, STEPS)
+        assert float((wanted[-1][0] - apart[-1][0]).abs().max()) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["local_sgd"])
+def test_a_resumed_run_continues_bit_for_bit(name: str) -> None:
+    check_resumption(3, RULES[name][0](), regression("adam", torch.float32))
+
+
+def skip_the_first(transport: Transport, algorithm: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank 1 takes no step in the first two rounds, so its optimizer is not known at the first exchange."""
+    task = regression("adam")
+    ddp = DDP(task.make_model(), transport, algorithm=algorithm)
+    optimizer = task.make_optimizer(ddp.parameters())
+    for number in range(4):
+        step(ddp, optimizer, task, number, transport.rank, skip=number < 2 and transport.rank == 1)
+    ddp.consensus_distance()  # settles what a skipped step has left
+    moments = torch.cat([optimizer.state[each]["exp_avg"].view(-1) for each in ddp.parameters()])
+    found = flat_of(ddp.module), moments
+    ddp.close()
+    return found
+
+
+def test_a_rank_that_has_not_stepped_yet_holds_nobody_up() -> None:
+    (weights, moments), *others = run_world(
+        skip_the_first, 3, LocalSGDAlgorithm(2, average_moments=True), timeout=SECONDS
+    )
+    for other_weights, other_moments in others:
+        assert torch.equal(weights, other_weights)
+        assert torch.equal(moments, other_moments)
+
+
+def test_the_formula_counts_two_moments() -> None:
+    whole = LocalSGDAlgorithm(10).bytes_per_round(1000, 4)
+    assert LocalSGDAlgorithm(10, average_moments=True).bytes_per_round(1000, 4) == 3 * whole
+    assert DiLoCoAlgorithm(10, average_moments=True).bytes_per_round(1000, 4) == 3 * whole
