@@ -52,6 +52,7 @@ from murmura.compressors import (
     RandomK,
     Sign,
     TopK,
+    TopKTwoBit,
     register_compressor,
 )
 from murmura.config import DistributedConfig, DistributedTrainConfig
@@ -151,6 +152,7 @@ __all__ = [
     "ThrottledTransport",
     "Ticket",
     "TopK",
+    "TopKTwoBit",
     "TracedTransport",
     "Transport",
     "TransportClosed",

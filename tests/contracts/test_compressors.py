@@ -21,6 +21,7 @@ from murmura import (
     RandomK,
     Sign,
     TopK,
+    TopKTwoBit,
     UsageError,
     run_world,
 )
@@ -44,6 +45,9 @@ COMPRESSORS: dict[str, Compressor] = {
     "TopK(1)": TopK(1.0),
     "RandomK": RandomK(),
     "RandomK(0.3)": RandomK(0.3, seed=7),
+    "TopKTwoBit": TopKTwoBit(),
+    "TopKTwoBit(7)": TopKTwoBit(7, 3),
+    "ErrorFeedback(TopKTwoBit)": ErrorFeedback(TopKTwoBit(64, 8), decay=0.9),
     "ErrorFeedback(TopK)": ErrorFeedback(TopK(0.1)),
     "ErrorFeedback(RandomK)": ErrorFeedback(RandomK(0.1)),
     "ErrorFeedback(MinMaxUInt8)": ErrorFeedback(MinMaxUInt8(100)),
@@ -179,7 +183,7 @@ def test_a_parameter_can_be_compressed_and_written(name: str) -> None:
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_a_compressor_is_a_value(name: str) -> None:
     compressor = COMPRESSORS[name]
-    classes = (MinMaxUInt8, MinMaxUInt4, Sign, TopK, RandomK, Cast, ErrorFeedback)
+    classes = (MinMaxUInt8, MinMaxUInt4, Sign, TopK, TopKTwoBit, RandomK, Cast, ErrorFeedback)
     twin = eval(repr(compressor), {"torch": torch, **{each.__name__: each for each in classes}})
     assert twin == compressor
     assert hash(twin) == hash(compressor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from contracts.values import DTYPES, FINITE, KINDS, NON_FINITE, samples
-from murmura import Compressor, ConfigError, ErrorFeedback, MinMaxUInt4, RandomK, Sign, TopK
+from murmura import Compressor, ConfigError, ErrorFeedback, MinMaxUInt4, RandomK, Sign, TopK, TopKTwoBit
 from oracles import minmax
 
 
@@ -104,6 +105,44 @@ def test_the_largest_elements_travel_as_they_are(dtype: torch.dtype) -> None:
     assert values[sent].abs().min() >= values[~sent].abs().max()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [1, 5, 64, 200])
+def test_the_largest_of_each_chunk_have_two_magnitudes(length: int, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(length)
+    magnitudes = torch.randperm(length, generator=random) + 1.0  # no two alike
+    values = torch.where(torch.rand(length, generator=random) < 0.5, magnitudes, -magnitudes).to(dtype)
+    compressor = TopKTwoBit(64, 8)
+    decoded = round_trip(compressor, values)
+    for first, last in minmax.blocks_of(length, 64):
+        chunk, got = values[first:last].double(), decoded[first:last].double()
+        sent = chunk.abs() >= chunk.abs().sort(descending=True).values[min(8, last - first) - 1]
+        assert not got[~sent].any()
+        high = sent & (chunk.abs() >= chunk[sent].abs().mean())
+        for group in (high, sent & ~high):
+            if bool(group.any()):
+                wanted = chunk[group].abs().mean() * torch.where(chunk[group] >= 0, 1.0, -1.0).double()
+                assert torch.allclose(got[group], wanted, rtol=4 * torch.finfo(dtype).eps, atol=0)
+    count = sum(min(8, last - first) for first, last in minmax.blocks_of(length, 64))
+    assert compressor.payload_bytes(length, torch.float32) == 2 * count + math.ceil(count / 4) + 8 * math.ceil(
+        length / 64
+    )
+
+
+@pytest.mark.parametrize("kind", NON_FINITE)
+def test_what_is_not_finite_shows(kind: str) -> None:
+    for compressor in (TopK(0.01), TopKTwoBit(64, 8)):
+        decoded = round_trip(compressor, samples(kind, 203, torch.float32))
+        assert not decoded.isfinite().all()
+
+
+def test_what_waits_fades_with_the_decay() -> None:
+    feedback = ErrorFeedback(TopK(0.1), decay=0.5).for_bucket()
+    values = samples("normal", 100, torch.float64)
+    first = round_trip(feedback, values)
+    lost = values - first
+    assert torch.equal(feedback.encode(values), TopK(0.1).encode(values + 0.5 * lost))
+
+
 def test_random_elements_are_the_same_on_all_ranks_and_all_are_drawn_in_time() -> None:
     first, second = RandomK(0.1, seed=3).for_bucket(), RandomK(0.1, seed=3).for_bucket()
     drawn = torch.zeros(1003, dtype=torch.int64)
@@ -174,6 +213,9 @@ REFUSED: list[tuple[Any, dict[str, Any]]] = [
     (MinMaxUInt4, {"block_size": True}),
     (Sign, {"block_size": 12}),
     (Sign, {"scaled": 1}),
+    (TopKTwoBit, {"chunk_size": 2**16}),
+    (TopKTwoBit, {"count": 5000}),
+    *((functools.partial(ErrorFeedback, Sign()), {"decay": decay}) for decay in (0, 1.1, math.nan, True, "x")),
     *((TopK, {"ratio": ratio}) for ratio in (0, 1.5, math.nan, "x", True)),
     *((RandomK, {"seed": seed}) for seed in (-1, 0.5, 2**31)),
 ]

@@ -8,6 +8,7 @@ from murmura.compressors.minmax_four import MinMaxUInt4
 from murmura.compressors.names import compressor_named, compressor_names, register_compressor
 from murmura.compressors.sign import Sign
 from murmura.compressors.sparse import RandomK, TopK
+from murmura.compressors.sparse_two_bit import TopKTwoBit
 
 __all__ = [
     "Cast",
@@ -18,6 +19,7 @@ __all__ = [
     "RandomK",
     "Sign",
     "TopK",
+    "TopKTwoBit",
     "compressor_named",
     "compressor_names",
     "register_compressor",

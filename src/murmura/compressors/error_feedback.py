@@ -18,10 +18,12 @@ class ErrorFeedback(Compressor):
     """Compresses tensor + residual with `inner` and keeps the new residual: state, one per bucket.
 
     The residual has the dtype and length of the tensors. Where it is not finite it is dropped, so that one overflowed
-    step does not poison those that follow. Two are equal when their `inner` are: the residual does not count.
+    step does not poison those that follow. Only the share `decay` of it counts, so that what waits long fades. Two are
+    equal when their choices are: the residual does not count.
     """
 
     inner: Compressor
+    decay: float = field(default=1.0, kw_only=True)
     _residual: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -29,6 +31,8 @@ class ErrorFeedback(Compressor):
             raise ConfigError(f"ErrorFeedback({self.inner!r}) wraps no compressor. Write ErrorFeedback(MinMaxUInt8()).")
         if isinstance(self.inner, ErrorFeedback):
             raise ConfigError(f"{self.inner!r} feeds its errors back already. Wrap the compressor inside it, once.")
+        if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0 < self.decay <= 1:
+            raise ConfigError(f"decay={self.decay!r} must be a number above 0 and at most 1.")
 
     @property
     def gathers(self) -> bool:
@@ -55,7 +59,9 @@ class ErrorFeedback(Compressor):
 
     def _corrected(self, tensor: Tensor) -> Tensor:
         """A new tensor: the former residual may still be needed, if what follows is thrown away."""
-        return tensor.clone() if self._residual is None else self._residual_for(tensor) + tensor
+        if self._residual is None:
+            return tensor.clone()
+        return torch.add(tensor, self._residual_for(tensor), alpha=self.decay)
 
     def _keep_loss(self, corrected: Tensor, payload: Tensor) -> None:
         decoded = torch.empty_like(corrected)
@@ -69,7 +75,7 @@ class ErrorFeedback(Compressor):
         self.inner.decompress_add(payload, out)
 
     def for_bucket(self) -> Self:
-        return type(self)(self.inner.for_bucket())
+        return type(self)(self.inner.for_bucket(), decay=self.decay)
 
     @property
     def residual(self) -> Tensor | None:

@@ -20,21 +20,23 @@ def register_compressor(name: str, *, feedback: bool = False, **defaults: Any) -
     """A decorator that gives a `Compressor`, or a function that makes one, a name.
 
     `feedback` says whether the name stands for it inside `ErrorFeedback`, as compressors need that drop most of what
-    they are given; the option feedback=true or feedback=false of the name changes that. `defaults` are the choices that
-    the name stands for. A package announces its compressors as entry points of the group `murmura.compressors`.
+    they are given; the option feedback=true or feedback=false of the name changes that, and the option `decay` is that
+    of the feedback. `defaults` are the choices that the name stands for. A package announces its compressors as entry
+    points of the group `murmura.compressors`.
     """
-    choice = inspect.Parameter("feedback", inspect.Parameter.KEYWORD_ONLY, default=feedback)
+    own = {"feedback": feedback, "decay": 1.0}
+    choices = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=value) for each, value in own.items()]
 
     def add(make: Maker) -> Maker:
-        def made(*, feedback: bool = feedback, **options: Any) -> Compressor:
+        def made(*, feedback: bool = feedback, decay: float = 1.0, **options: Any) -> Compressor:
             if not isinstance(feedback, bool):
                 raise ConfigError(f"feedback={feedback!r} must be true or false.")
             compressor = make(**options)
-            return ErrorFeedback(compressor) if feedback else compressor
+            return ErrorFeedback(compressor, decay=decay) if feedback else compressor
 
         made.__module__, made.__qualname__ = make.__module__, make.__qualname__
         parameters = inspect.signature(make).parameters.values()
-        made.__signature__ = inspect.Signature([*parameters, choice])  # type: ignore[attr-defined]
+        made.__signature__ = inspect.Signature([*parameters, *choices])  # type: ignore[attr-defined]
         _REGISTRY.register(name, **defaults)(made)
         return make
 
