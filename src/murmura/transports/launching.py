@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from murmura.errors import PeerLost, TransportError
-from murmura.transports import profiling
+from murmura.transports import group_messages, profiling
 from murmura.transports.base import Transport
 from murmura.transports.cuda_launches import LEFT_SECONDS, CudaLaunches, Launch
 from murmura.transports.profiling import is_profiled
@@ -46,6 +46,12 @@ class LaunchingTransport(Transport):
     @abstractmethod
     def explain_delay(self, launch: Launch, waited: float) -> BaseException:
         """The error of `launch`, whose time is up."""
+
+    _group: Any
+
+    @abstractmethod
+    def _await(self, start: Callable[[timedelta | None], Any], timeout: float | None) -> None:
+        """Start works of the group and wait for all of them, or launch them."""
 
     @abstractmethod
     def _break_off(self) -> None:
@@ -90,6 +96,31 @@ class LaunchingTransport(Transport):
     def host_waiting(self, *, with_current: bool = False) -> AbstractContextManager[None]:
         """Inside it the host waits for the device, because it reads what comes; see `CudaLaunches.apart`."""
         return contextlib.nullcontext() if self.launches is None else self.launches.apart(with_current=with_current)
+
+    # Collectives that the group itself has on a GPU
+
+    def do_all_to_all(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], timeout: float | None) -> None:
+        if self.launches is None or not all(map(group_messages.is_raw_on_cuda, (*sends, *recvs))):
+            super().do_all_to_all(sends, recvs, timeout)
+            return
+        self.compare_calls("all_to_all()", timeout)
+        options = self._limited(group_messages.all_to_all_options(), None)
+        outgoing, incoming = ([group_messages.raw(each) for each in tensors] for tensors in (sends, recvs))
+        self._await(lambda limit: self._group.alltoall(incoming, outgoing, options), timeout)
+
+    def all_gather_flat(self, parts: Sequence[Tensor], own: Tensor, call: str, timeout: float | None) -> None:
+        if self.launches is None:
+            super().all_gather_flat(parts, own, call, timeout)
+            return
+        self.compare_calls(call, timeout)
+        options = self._limited(group_messages.all_gather_options(), None)
+        whole = group_messages.side_by_side(parts)
+        target = own.new_empty(own.numel() * len(parts)) if whole is None else whole
+        pair = group_messages.raw(target), group_messages.raw(own)
+        self._await(lambda limit: self._group._allgather_base(*pair, options), timeout)
+        if whole is None:
+            for part, came in zip(parts, target.chunk(len(parts)), strict=True):
+                part.copy_(came)
 
     def _limited(self, options: Any, limit: timedelta | None) -> Any:
         """`options` of torch's for an operation that may take as long as `limit`."""

@@ -256,15 +256,6 @@ class ProcessGroupTransport(LaunchingTransport):
         raw = flat.view(torch.uint8)
         self._await(lambda limit: self._group.broadcast([raw], self._limited(options, limit)), timeout)
 
-    def do_all_to_all(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], timeout: float | None) -> None:
-        if self.launches is None or not all(map(group_messages.is_raw_on_cuda, (*sends, *recvs))):
-            super().do_all_to_all(sends, recvs, timeout)
-            return
-        self.compare_calls("all_to_all()", timeout)
-        options = self._limited(dist.AllToAllOptions(), None)
-        outgoing, incoming = ([group_messages.raw(each) for each in tensors] for tensors in (sends, recvs))
-        self._await(lambda limit: self._group.alltoall(incoming, outgoing, options), timeout)
-
     def do_barrier(self, timeout: float | None) -> None:
         if self.world_size == 1:
             return
