@@ -62,6 +62,8 @@ class GPU:
         patch.setattr(torch.cuda, "Stream", FakeStream)
         patch.setattr(torch.cuda, "Event", FakeEvent)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: id(self.current), raising=False)
+        patch.setattr(cuda_launches, "_streams", {})
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "set_stream", self.set)
 

@@ -178,7 +178,7 @@ def _cut(transport: Transport, like: Tensor, compressor: Compressor) -> list[_Pi
         num_bytes = [compressor.payload_bytes(stop - start, like.dtype) for start, stop in bounds]
         payload = transport.allocate(sum(num_bytes), torch.uint8, like.device)
         arrived = transport.allocate(num_bytes[rank] * size, torch.uint8, like.device)
-        parts, from_all = list(torch.split(payload, num_bytes)), list(torch.split(arrived, num_bytes[rank]))
+        parts, from_all = list(torch.split(payload, num_bytes)), list(torch.split(arrived, [num_bytes[rank]] * size))
         mean = torch.empty(bounds[rank][1] - bounds[rank][0], dtype=wide, device=like.device)
         pieces.append(_Piece(bounds, payload, parts, from_all, mean))
     return pieces

@@ -36,6 +36,7 @@ class ModelReplica:
         self.buckets: list[Bucket] = []
         self.moments_may_differ = False  # of optimizers that are not known yet, since weights were averaged
         self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._packing: FlatTensors | None = None  # of the tensors that were broadcast last
         self.names = [name for name in parameters if name not in ignore]
         self.parameters = [parameters[name] for name in self.names]
         self.buffer_names = [name for name in buffers if name not in ignore]
@@ -43,7 +44,14 @@ class ModelReplica:
     @property
     def all_buffers(self) -> list[Tensor]:
         """Looked up each time: a module may put another tensor in the place of a buffer."""
-        return [self._module.get_buffer(name) for name in self.buffer_names]
+        owners: dict[str, nn.Module] = {}
+        found = []
+        for name in self.buffer_names:
+            owner, _, own_name = name.rpartition(".")
+            if owner not in owners:
+                owners[owner] = self._module.get_submodule(owner)
+            found.append(owners[owner].get_buffer(own_name))
+        return found
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -68,11 +76,14 @@ class ModelReplica:
         Plain memory goes through a staging area that the transport keeps. `transport.allocate` gives memory that needs
         none and is freed afterwards: slower to get, but right for what is large and sent rarely.
         """
-        packing = FlatTensors(tensors)
+        packing = self._packing
+        if packing is None or not packing.is_of(tensors):
+            packing = FlatTensors(tensors)
         flats = packing.allocate(allocate)
         for flat in flats:
             self.transport.broadcast(flat, src)
         packing.write(flats)
+        self._packing = packing if allocate is plain_memory else None  # buffers stay where they are, as a rule
 
     def take_over(self, root: int, *, buffers: bool = True) -> None:
         """Overwrite the parameters, and `buffers` if so wished, with those of rank `root`, in place."""

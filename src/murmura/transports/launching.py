@@ -22,9 +22,11 @@ from torch import Tensor
 from murmura.errors import PeerLost, TransportError
 from murmura.transports import group_messages, profiling
 from murmura.transports.base import Transport
+from murmura.transports.checks import describe_call
 from murmura.transports.cuda_launches import LEFT_SECONDS, CudaLaunches, Launch
 from murmura.transports.profiling import is_profiled
 from murmura.transports.serial_executor import Ticket
+from murmura.types import ReduceOp
 
 log = logging.getLogger("murmura")
 
@@ -98,6 +100,14 @@ class LaunchingTransport(Transport):
         return contextlib.nullcontext() if self.launches is None else self.launches.apart(with_current=with_current)
 
     # Collectives that the group itself has on a GPU
+
+    def all_reduce_own(self, flat: Tensor, op: ReduceOp) -> None:
+        if self.launches is None or self.world_size == 1 or self._probe is not None or is_profiled():
+            super().all_reduce_own(flat, op)
+            return
+        self.announce()
+        call = describe_call("all_reduce", op, flat)
+        self.run_in_turn("all_reduce", lambda: self.all_reduce_flat(flat, flat, op, call, None))
 
     def do_all_to_all(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], timeout: float | None) -> None:
         if self.launches is None or not all(map(group_messages.is_raw_on_cuda, (*sends, *recvs))):

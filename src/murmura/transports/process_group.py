@@ -232,7 +232,7 @@ class ProcessGroupTransport(LaunchingTransport):
         self.compare_calls(call, timeout)
         if flat_out is not flat_in:
             flat_out.copy_(flat_in)
-        if flat_out.dtype not in group_messages.NATIVE_DTYPES:
+        if not group_messages.is_native(op, flat_out.dtype, on_cuda=self._on_cuda):
             ring.all_reduce(self, flat_out, op, timeout=self.seconds(timeout))
             return
         # The sum may exceed the range of float16 where the mean does not.
