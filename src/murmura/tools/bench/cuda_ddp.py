@@ -8,7 +8,8 @@ device              the name of the GPU
 models              by name: about, parameters, parameter_tensors
 steps               one row for each number of ranks, model and contestant:
     model, ranks, contestant
-    milliseconds    of one step that begins when all is idle, until the GPU is done: the median of the slowest rank
+    milliseconds    of one step that begins when all is idle, until the GPU is done: the median of the slowest rank, or
+                    the mean for algorithms that communicate in every 20th step, over whole periods
     host_milliseconds  until the host is free: forward, backward and step have returned
     loop_milliseconds  of one step of many in a row
     extra_mib       GPU memory of a rank at the peak, beyond the bare module's
@@ -33,6 +34,7 @@ from torch import nn
 
 from murmura import DDP, Cast, GradientAllReduceAlgorithm, Transport
 from murmura.algorithms import algorithm_named
+from murmura.algorithms.names import LOCAL_STEPS
 from murmura.tools.bench.cuda_models import CUDA_MODELS, CudaModel
 from murmura.tools.bench.harness import Report, load
 from murmura.tools.one_gpu import LABEL, OneGPU
@@ -40,6 +42,7 @@ from murmura.tools.options import check_seconds, raise_faults
 from murmura.tools.progress import Progress, Tell, silent
 
 BARE, TORCH, TORCH_BF16, MURMURA, CAST = "bare", "torch-ddp", "torch-ddp-bf16", "murmura", "cast-bf16"
+PERIODIC = ("async", "local_sgd", "diloco")  # they communicate in every `LOCAL_STEPS`-th step
 WARM_STEPS = 5
 MIN_STEPS, MAX_STEPS = 5, 200
 WAIT_SECONDS = 120.0
@@ -198,6 +201,8 @@ def _measure(transport: Transport, recipe: CudaModel, name: str, seconds: float,
         whole.append(time.perf_counter() - began)
         if len(whole) == MIN_STEPS:
             number = _count(transport, seconds / 2, statistics.median(whole))
+            if name in PERIODIC:
+                number = -(-number // LOCAL_STEPS) * LOCAL_STEPS
     torch.cuda.synchronize()
     transport.barrier()
     began = time.perf_counter()
@@ -207,7 +212,8 @@ def _measure(transport: Transport, recipe: CudaModel, name: str, seconds: float,
     loop = (time.perf_counter() - began) / number
     memory = (torch.cuda.max_memory_allocated() - base) / 2**20
     close()
-    return [statistics.median(whole), statistics.median(host), loop, memory]
+    middle = statistics.fmean if name in PERIODIC else statistics.median
+    return [middle(whole), middle(host), loop, memory]
 
 
 def _count(transport: Transport, seconds: float, step_seconds: float) -> int:

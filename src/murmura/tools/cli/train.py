@@ -21,7 +21,7 @@ from murmura.tools.experiments import TASKS
 from murmura.tools.experiments.recipes import configuration
 from murmura.tools.experiments.run_training import Outcome, first_step, train
 from murmura.tools.experiments.runs import RunFolder, settings_of
-from murmura.tools.experiments.settings import TRANSPORTS, TrainSettings, merged
+from murmura.tools.experiments.settings import DEVICES, TRANSPORTS, TrainSettings, merged
 
 DEFAULTS = TrainSettings()
 
@@ -44,6 +44,10 @@ def command(
     transport: Annotated[
         str | None,
         _one_of("transport", TRANSPORTS, more=" Ranks are threads with in_process, otherwise processes."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        _one_of("device", DEVICES, "DEVICE", more=" On cuda all ranks share one GPU; nccl can join them."),
     ] = None,
     bandwidth: Annotated[
         str | None,
@@ -83,6 +87,7 @@ def command(
         "algorithm": algorithm,
         "steps": steps,
         "transport": transport,
+        "device": device,
         "bandwidth": bandwidth,
         "seed": seed,
         "checkpoint_every": checkpoint_every,
