@@ -154,9 +154,6 @@ def test_operations_of_all_channels_have_one_order(gpu: GPU) -> None:
     first = CudaLaunches(owner, DEVICE)
     second = CudaLaunches(owner, DEVICE)
     second.follow(first)
-    alone = CudaLaunches(owner, DEVICE)
-    alone.follow(first)
-    alone.keep_own_order()
     with OnStream(first.order.stream):
         launch(first)
     launch(second)  # on the stream of training
@@ -164,13 +161,9 @@ def test_operations_of_all_channels_have_one_order(gpu: GPU) -> None:
     with OnStream(first.order.stream):
         launch(second)
     assert first.order.stream.waited_for == [gpu.training]
-    with OnStream(alone.order.stream):
-        launch(alone)
-    assert alone.order.stream.waited_for == []
     gpu.training.done()
     first.order.stream.done()
-    alone.order.stream.done()
-    for each in (first, second, alone):
+    for each in (first, second):
         each.close()
 
 

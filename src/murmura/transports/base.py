@@ -104,6 +104,14 @@ class Transport(Operations, ABC):
         assert channel is not None  # every rank is a member
         return channel
 
+    def host_channel(self, name: str) -> Transport:
+        """A channel for a thread beside training, which uses it when its time comes: in no order with other channels.
+
+        Kernels of several communicators that start in other orders on other ranks may wait for each other forever, so
+        it works in host memory where this transport works on a GPU.
+        """
+        return self.channel(name)
+
     def subgroup(self, ranks: Sequence[int]) -> Transport | None:
         """The transport of `ranks` only; None on the other ranks."""
         return self.split("subgroup-" + "-".join(map(str, ranks)), ranks)

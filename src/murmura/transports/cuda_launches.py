@@ -265,10 +265,6 @@ class CudaLaunches:
         if owner is not None and owner.failure is not None:
             owner.raise_failure(operation)
 
-    def keep_own_order(self) -> None:
-        """Launch from now on in an order of its own: for a channel that only a thread beside training uses."""
-        self.order = LaunchOrder(self.device)
-
     def drain(self) -> None:
         """Let the host wait until the device has done all launches, or the watchdog has given up on one."""
         while self._pending and not _is_done(self._pending[-1].ended):

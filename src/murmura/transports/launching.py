@@ -143,10 +143,6 @@ class LaunchingTransport(Transport):
     def communication_stream(self, device: torch.device) -> torch.cuda.Stream:
         return super().communication_stream(device) if self.launches is None else self.launches.order.stream
 
-    def keep_own_order(self) -> None:
-        if self.launches is not None:
-            self.launches.keep_own_order()
-
     # What the watchdog calls, in its thread; see `Launching`
 
     def find_fault(self, launch: Launch, waited: float, *, timed_out: bool) -> BaseException | None:

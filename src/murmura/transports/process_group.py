@@ -20,7 +20,7 @@ from murmura.collectives import ring
 from murmura.collectives.deadline import Deadline
 from murmura.errors import ConfigError, PeerTimeout, RendezvousError, TransportError, UsageError
 from murmura.transports import agreement, group_messages
-from murmura.transports.base import Pairs
+from murmura.transports.base import Pairs, Transport
 from murmura.transports.challenge import prove_to_each_other
 from murmura.transports.checks import Check, check_timeout, describe_exchange, flatten
 from murmura.transports.checks import store as bring_back
@@ -163,6 +163,15 @@ class ProcessGroupTransport(LaunchingTransport):
             bring_back(flat, out)
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> ProcessGroupTransport | None:
+        return self._split(name, ranks, self._kind)
+
+    def host_channel(self, name: str) -> Transport:
+        self.announce()
+        channel = self._split(name, None, "gloo" if self._on_cuda else self._kind)
+        assert channel is not None  # every rank is a member
+        return channel
+
+    def _split(self, name: str, ranks: Sequence[int] | None, kind: str) -> ProcessGroupTransport | None:
         members = self.split_members(ranks)
         if members is None:
             return None
@@ -179,7 +188,7 @@ class ProcessGroupTransport(LaunchingTransport):
                     under(self._store, label),
                     members.index(self.rank),
                     len(members),
-                    kind=self._kind,
+                    kind=kind,
                     check=self.check,
                     **self.split_options(name, members),
                     watch=lambda: failure_log.cause(f"split({name!r})", among=members),
@@ -324,7 +333,7 @@ class ProcessGroupTransport(LaunchingTransport):
         self, outgoing: Tensor, dst: int, incoming: Tensor, src: int, *, timeout: float | None = None
     ) -> Iterator[tuple[int, int]]:
         """See `Streaming`. For collectives only: it runs inside the operation under way."""
-        if self._on_cuda:  # a stream of the device keeps the order; nothing is gained by parts
+        if self._on_cuda:  # nothing is gained by parts
             self.move([(outgoing, dst)], [(incoming, src)], self.seconds(timeout))
             yield 0, incoming.numel()
             return

@@ -63,7 +63,10 @@ Against = Annotated[
     ),
 ]
 DeviceName = Annotated[
-    str, typer.Option(help="cpu, or cuda: NCCL ranks that share one GPU, over loopback sockets.", metavar="DEVICE")
+    str,
+    typer.Option(
+        "--device", help="cpu, or cuda: NCCL ranks that share one GPU, over loopback sockets.", metavar="NAME"
+    ),
 ]
 RankCounts = Annotated[str, typer.Option("-n", "--ranks", help="Numbers of ranks: a list.", metavar="LIST")]
 
@@ -222,7 +225,7 @@ def c10d(
 
 @app.command()
 def compressors(
-    size: Annotated[str, typer.Option(help="Size of the tensors in host memory.", metavar="SIZE")] = "25MiB",
+    size: Annotated[str, typer.Option("--size", help="Size of the tensors in host memory.", metavar="SIZE")] = "25MiB",
     cuda_size: Annotated[
         str, typer.Option(help="Size of the tensors on a CUDA device, if there is one.", metavar="SIZE")
     ] = "400MiB",

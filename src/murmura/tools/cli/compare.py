@@ -37,7 +37,8 @@ COLUMNS = ("contestant", "steps to\ntarget", "seconds to\ntarget", "step\nms", "
 
 def command(
     task: Annotated[
-        str, typer.Option(help=f"Task to train: {', '.join(TASKS)}.", metavar="TASK", autocompletion=among(TASKS))
+        str,
+        typer.Option("--task", help=f"Task to train: {', '.join(TASKS)}.", metavar="TASK", autocompletion=among(TASKS)),
     ] = "charlm",
     algorithms: Algorithms = "all",
     ranks: Annotated[int, typer.Option("-n", "--ranks", help="Number of ranks.", metavar="N")] = 4,
@@ -60,7 +61,10 @@ def command(
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of data and initial weights.", metavar="N")] = 0,
     device: Annotated[
-        str, typer.Option(help="cpu, or cuda: NCCL ranks that share one GPU, over loopback sockets.", metavar="DEVICE")
+        str,
+        typer.Option(
+            "--device", help="cpu, or cuda: NCCL ranks that share one GPU, over loopback sockets.", metavar="NAME"
+        ),
     ] = "cpu",
     json: Annotated[Path | None, typer.Option(help=JSON_HELP, metavar="FILE")] = None,
     out: Annotated[

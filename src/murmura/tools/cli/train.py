@@ -29,6 +29,7 @@ DEFAULTS = TrainSettings()
 def _setting(name: str, help: str, *flags: str, metavar: str = "N", choices: Iterable[str] | None = None) -> Any:
     """Return the option of a setting; its default is that of `TrainSettings`, unless a TOML file gives another."""
     shown, complete = str(getattr(DEFAULTS, name)), None if choices is None else among(choices)
+    flags = flags or (f"--{name.replace('_', '-')}",)  # some versions of typer would name it after its metavar
     return typer.Option(*flags, help=help, metavar=metavar, show_default=shown, autocompletion=complete)
 
 
