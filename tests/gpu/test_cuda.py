@@ -53,6 +53,17 @@ def all_collectives(transport: Transport) -> dict[str, Any]:
     out["reduce"] = tensor.cpu()
     out["reduce_scatter"] = transport.reduce_scatter(cuda(torch.arange(7.0) + rank)).cpu()
     out["all_gather"] = [each.cpu() for each in transport.all_gather(cuda(torch.full((rank + 1, 2), float(rank))))]
+    whole = cuda(torch.zeros(size * 3, 2))
+    out["all_gather_into"] = transport.all_gather_into(whole, cuda(torch.arange(6.0).view(3, 2) + rank)).cpu()
+    own_part = cuda(torch.zeros(size * 5, dtype=torch.int16))
+    own_part.chunk(size)[rank].fill_(rank + 1)
+    out["all_gather_into, in place"] = transport.all_gather_into(own_part, own_part.chunk(size)[rank]).cpu()
+    apart = [cuda(torch.zeros(4)) for _ in range(size)]
+    transport.all_gather_into(apart, cuda(torch.full((4,), float(rank))))
+    out["all_gather_into, apart"] = [each.cpu() for each in apart]
+    for op in ("band", "bor", "bxor"):
+        bits = cuda(torch.arange(11, dtype=torch.int32) * 3 + rank)
+        out[op] = transport.all_reduce(bits, op).cpu()
     gathered = transport.gather(cuda(torch.full((rank + 1,), rank)), dst=0)
     out["gather"] = None if gathered is None else [each.cpu() for each in gathered]
     target = cuda(torch.zeros(2))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -12,6 +14,14 @@ from murmura.buckets import Bucket
 from murmura.buckets.flat import Allocate, FlatTensors, plain_memory
 from murmura.errors import ConfigError, UsageError
 from murmura.transports.base import Transport
+
+
+class _Packed(NamedTuple):
+    """Tensors side by side in flats, whose parts are theirs."""
+
+    packing: FlatTensors
+    flats: list[Tensor]
+    parts: list[Tensor]
 
 
 class ModelReplica:
@@ -36,7 +46,7 @@ class ModelReplica:
         self.buckets: list[Bucket] = []
         self.moments_may_differ = False  # of optimizers that are not known yet, since weights were averaged
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._packing: FlatTensors | None = None  # of the tensors that were broadcast last
+        self._packed: _Packed | None = None  # tensors on a GPU that were broadcast last
         self.names = [name for name in parameters if name not in ignore]
         self.parameters = [parameters[name] for name in self.names]
         self.buffer_names = [name for name in buffers if name not in ignore]
@@ -76,14 +86,28 @@ class ModelReplica:
         Plain memory goes through a staging area that the transport keeps. `transport.allocate` gives memory that needs
         none and is freed afterwards: slower to get, but right for what is large and sent rarely.
         """
-        packing = self._packing
-        if packing is None or not packing.is_of(tensors):
-            packing = FlatTensors(tensors)
+        if allocate is plain_memory and tensors and all(each.is_cuda for each in tensors):
+            self._broadcast_on_gpu(tensors, src)
+            return
+        packing = FlatTensors(tensors)
         flats = packing.allocate(allocate)
         for flat in flats:
             self.transport.broadcast(flat, src)
         packing.write(flats)
-        self._packing = packing if allocate is plain_memory else None  # buffers stay where they are, as a rule
+
+    @torch.no_grad()
+    def _broadcast_on_gpu(self, tensors: Sequence[Tensor], src: int) -> None:
+        """The same where launches cost more than memory: flats are kept for the next time."""
+        packed = self._packed
+        if packed is None or not packed.packing.is_of(tensors):
+            packing = FlatTensors(tensors)
+            flats = packing.allocate(plain_memory)
+            packed = self._packed = _Packed(packing, flats, packing.parts(flats))
+        else:
+            torch._foreach_copy_(packed.parts, list(tensors))
+        for flat in packed.flats:
+            self.transport.broadcast(flat, src)
+        torch._foreach_copy_(list(tensors), packed.parts)
 
     def take_over(self, root: int, *, buffers: bool = True) -> None:
         """Overwrite the parameters, and `buffers` if so wished, with those of rank `root`, in place."""

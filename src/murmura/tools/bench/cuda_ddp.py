@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -111,17 +112,18 @@ class CudaDDPReport(Report[CudaDDPSpec]):
 
 
 def run_cuda_ddp(spec: CudaDDPSpec, on_progress: Tell = silent) -> CudaDDPReport:
-    """Measure `spec`, with a world of ranks on one GPU for each number of them."""
-    load_before, rows, label, stage = load(), [], LABEL, 0
-    for ranks in spec.ranks:
+    """Measure `spec`, with a world of ranks on one GPU for each model and number of them.
+
+    A world for each, because torch's DDP does not free its buckets before another one is made.
+    """
+    load_before, rows, label = load(), [], LABEL
+    for stage, (ranks, model) in enumerate(itertools.product(spec.ranks, spec.models)):
+        on_progress(Progress(stage, 0.0))
         with OneGPU(ranks, timeout=WAIT_SECONDS) as gpu:
             label = gpu.label
-            for model in spec.models:
-                on_progress(Progress(stage, 0.0))
-                found = gpu.run(measure_model, model, spec.contestants, spec.seconds, str(gpu.folder), limit=600)[0]
-                rows += _rows(model, ranks, found)
-                on_progress(Progress(stage, 1.0, len(found)))
-                stage += 1
+            found = gpu.run(measure_model, model, spec.contestants, spec.seconds, str(gpu.folder), limit=600)[0]
+        rows += _rows(model, ranks, found)
+        on_progress(Progress(stage, 1.0, len(found)))
     about = {each: _about(each) for each in spec.contestants}
     device = torch.cuda.get_device_name()
     return CudaDDPReport(
