@@ -103,11 +103,11 @@ class ModelReplica:
             packing = FlatTensors(tensors)
             flats = packing.allocate(plain_memory)
             packed = self._packed = _Packed(packing, flats, packing.parts(flats))
-        else:
-            torch._foreach_copy_(packed.parts, list(tensors))
-        for flat in packed.flats:
+        for flat, group in zip(packed.flats, packed.packing.groups, strict=True):  # one kernel copies all of a dtype
+            members, parts = [tensors[each] for each in group.members], [packed.parts[each] for each in group.members]
+            torch._foreach_copy_(parts, members)
             self.transport.broadcast(flat, src)
-        torch._foreach_copy_(list(tensors), packed.parts)
+            torch._foreach_copy_(members, parts)
 
     def take_over(self, root: int, *, buffers: bool = True) -> None:
         """Overwrite the parameters, and `buffers` if so wished, with those of rank `root`, in place."""
