@@ -31,11 +31,6 @@ NATIVE_DTYPES = (
 )  # fmt: skip
 
 
-def is_native(op: ReduceOp, dtype: torch.dtype, *, on_cuda: bool) -> bool:
-    """Whether the group itself reduces values of `dtype` so; NCCL has no operations on bits."""
-    return dtype in NATIVE_DTYPES and not (on_cuda and op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))
-
-
 def all_to_all_options() -> Any:
     return dist.AllToAllOptions()
 
