@@ -209,8 +209,6 @@ class SharedMemoryTransport(Transport):
         timeout: float | None = None,
     ) -> Any:
         check_timeout(timeout)
-        if self._listeners.members:
-            self.announce()
         if out is None and not async_op:
             try:
                 prepared = self._prepared.get((tensor.data_ptr(), tensor.shape, tensor.dtype, op))
@@ -220,13 +218,8 @@ class SharedMemoryTransport(Transport):
                 prepared is not None
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
-                and self._executor.idle
-                and self._probe is None
-                and not is_profiled()
-                and get_ident() == self._main_thread
+                and self.run_prepared(prepared, timeout)
             ):
-                with self._executor.lock:
-                    self._run_prepared(*prepared, timeout)
                 return tensor
         if async_op:
             return super().all_reduce(tensor, op, out=out, async_op=True, timeout=timeout)
@@ -234,6 +227,20 @@ class SharedMemoryTransport(Transport):
         if out is None and self.world_size > 1 and can_prepare(tensor, self.world_size):
             self._prepare(tensor, ReduceOp(op))
         return result
+
+    def prepared_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Any:
+        return self._prepared.get((tensor.data_ptr(), tensor.shape, tensor.dtype, op))
+
+    def run_prepared(self, prepared: Any, timeout: float | None) -> bool:
+        executor = self._executor
+        if not executor.idle or self._probe is not None or is_profiled() or get_ident() != self._main_thread:
+            return False
+        if self._listeners.members:
+            self.announce()
+        all_reduce, source, result = prepared
+        with executor.lock:
+            self._run_prepared(all_reduce, source, result, timeout)
+        return True
 
     def _prepare(self, tensor: Tensor, op: ReduceOp) -> None:
         if len(self._prepared) >= NUM_PREPARED:
