@@ -35,6 +35,9 @@ class CollectiveSession:
         self.segment = control.segment
         self.rank = control.rank
         self.world_size = control.world_size
+        self.peers = [
+            (self.rank + step) % self.world_size for step in range(1, self.world_size)
+        ]  # each begins elsewhere
         self.number = 0
         self.memory = PeerMemory(control)
         self._messages = messages
