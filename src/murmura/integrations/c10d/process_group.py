@@ -52,10 +52,11 @@ class MurmuraProcessGroup(GroupIdentity):
         prepared = self._repeated.find(tensor, opts)
         if prepared is not None and not profiling.is_on():
             limit = seconds_of(opts.timeout)
-            if opts.asyncOp is not False and limit is None:
+            if opts.asyncOp is False:
+                if self._queue.run_at_once(self._transport.run_prepared, prepared, limit):
+                    return SYNCHRONOUS
+            elif limit is None:
                 return self._queue.submit(QueuedWork(self._queue, self._repeat(prepared, tensor, opts), tensors))
-            if opts.asyncOp is False and self._queue.run_at_once(self._transport.run_prepared, prepared, limit):
-                return SYNCHRONOUS
         return self._start("all_reduce", self._all_reduce(tensor, opts), tensors, tensors, opts)
 
     def _repeat(self, prepared: Any, tensor: Tensor, opts: Any) -> Operation:
