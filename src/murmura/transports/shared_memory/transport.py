@@ -210,7 +210,8 @@ class SharedMemoryTransport(Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        check_timeout(timeout)
+        if timeout is not None:
+            check_timeout(timeout)
         if out is None and not async_op:
             try:
                 prepared = self._prepared.get((tensor.data_ptr(), tensor.shape, tensor.dtype, op))
