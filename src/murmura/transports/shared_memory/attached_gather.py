@@ -30,13 +30,14 @@ def reduce_scatter_attached(
     rank, item_bytes = session.rank, out.element_size()
     result, mine = reduction.array(out), reduction.array(own)
     scratch = {peer: session.memory.scratch(peer) for peer in session.peers}
+    places = {peer: each.ctypes.data for peer, each in scratch.items()}
     views = {peer: reduction.array(torch.from_numpy(each).view(out.dtype)) for peer, each in scratch.items()}
     step = SCRATCH_BYTES // item_bytes
     for start in range(0, out.numel(), step):
         stop = min(start + step, out.numel())
         for peer in session.peers:
             there = addresses[peer] + rank * out.nbytes + start * item_bytes
-            session.read_peer(peer, there, scratch[peer].ctypes.data, (stop - start) * item_bytes)
+            session.read_peer(peer, there, places[peer], (stop - start) * item_bytes)
         inputs = [
             mine[start:stop] if each == rank else views[each][: stop - start] for each in range(session.world_size)
         ]

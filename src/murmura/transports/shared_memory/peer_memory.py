@@ -23,8 +23,8 @@ from murmura.transports.shared_memory.control_block import NONCE, NONCE_AT, Cont
 
 OFFERED = 1 << 62  # beside an address, in a word that otherwise holds a place
 MIN_BYTES = 4 * 2**20
-SCRATCH_BYTES = 2 * PIECE_BYTES
-"""What is read of a peer at a time: a call costs as much as reading 30 KiB, and more would not stay in the cache."""
+SCRATCH_BYTES = 4 * PIECE_BYTES
+"""What is read of a peer at a time: a call costs as much as reading 30 KiB, and more would not stay in the caches."""
 SIGHTINGS = 3  # collapsing costs as much as some 25 all-reduces gain
 MAX_SEEN = 256
 _HUGE_BYTES = 2 * 2**20
