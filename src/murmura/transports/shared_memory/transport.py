@@ -110,8 +110,12 @@ class SharedMemoryTransport(Transport):
         finally:
             if segment_fd is not None:
                 os.close(segment_fd)
-        segment = Segment(met.segment_fd, rank, world_size)
-        segment.take(block_bytes(world_size))  # the first range of every arena, so peers know where it is
+        try:
+            segment = Segment(met.segment_fd, rank, world_size)
+            segment.take(block_bytes(world_size))  # the first range of every arena, so peers know where it is
+        except BaseException:
+            met.close()
+            raise
         blocks = [peer * segment.arena_bytes for peer in range(world_size)]
         transport = cls(segment, rank, blocks, met.life_fds, hosts=hosts, timeout=timeout, world_ranks=world_ranks)
         transport._owns_segment = True
