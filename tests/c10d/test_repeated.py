@@ -105,7 +105,7 @@ def profile_repeated() -> list[str]:
     tensor = torch.ones(8)
     for _ in range(3):
         dist.all_reduce(tensor)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         dist.all_reduce(tensor)
         work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
