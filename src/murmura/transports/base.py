@@ -150,6 +150,17 @@ class Transport(Operations, ABC):
             "all_reduce", lambda: self.do_all_reduce(tensor, op, out, timeout), async_op, [tensor], received
         )
 
+    def prepared_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Any:
+        """What `run_prepared` needs to repeat an all-reduce of `tensor` that has ended; None if it cannot.
+
+        It holds no reference to the tensor: use it only for one at the same address, with the same elements.
+        """
+        return None
+
+    def run_prepared(self, prepared: Any, timeout: float | None) -> bool:
+        """Repeat an all-reduce in place, synchronously; False if nothing was done, because it must take its turn."""
+        return False
+
     @overload
     def broadcast(self, tensor: Tensor, src: int = ..., *, async_op: Sync = ..., timeout: Seconds = ...) -> Tensor: ...
     @overload

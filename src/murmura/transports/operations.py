@@ -99,6 +99,8 @@ class Operations(Endpoint):
             for part in parts:
                 part.copy_(own)
         else:
+            if own.data_ptr() != parts[self.rank].data_ptr() and any(_overlap(own, part) for part in parts):
+                own = own.clone()  # another rank's part is written before all have read this one
             self.all_gather_flat(parts, own, describe_call("all_gather_into", "", own), timeout)
         for flat, target in zip(flats, targets, strict=True):
             store(flat, target)
