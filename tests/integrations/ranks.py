@@ -1,0 +1,54 @@
+"""Ranks as a launcher would start them: torchrun's variables, but the default process group meets in a file.
+
+What runs on them stands at the top level of its module, because processes import it by name.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from murmura import Transport, run_world
+
+SECONDS = 120.0  # of any wait: frameworks are imported first
+
+
+def run(fn: Callable[..., Any], world_size: int, *args: Any, backend: str = "murmura") -> list[Any]:
+    """What `fn(*args)` returns on each rank; the default process group is there already, so no port is taken."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_world(_in_group, world_size, fn, f"{folder}/store", backend, args, kind="processes", timeout=SECONDS)
+
+
+def _in_group(transport: Transport, fn: Callable[..., Any], path: str, backend: str, args: tuple[Any, ...]) -> Any:
+    rank, world_size = transport.rank, transport.world_size
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        NODE_RANK="0",
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+        TORCHELASTIC_RUN_ID="tests",
+    )
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{path}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=SECONDS),
+    )
+    try:
+        return fn(*args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
