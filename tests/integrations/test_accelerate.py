@@ -99,7 +99,15 @@ def test_launchers_start_it(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = {
-        "accelerate": ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", "0"],
+        "accelerate": [
+            "-m",
+            "accelerate.commands.launch",
+            "--multi_gpu",
+            "--num_processes",
+            "2",
+            "--main_process_port",
+            "0",
+        ],
         "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     }[launcher]
     done = subprocess.run(
