@@ -15,7 +15,7 @@ from torch import nn
 
 try:
     import accelerate
-    from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
+    from accelerate.utils import DistributedType, InitProcessGroupKwargs, parse_flag_from_env
 except ImportError as error:
     raise ImportError(
         f"murmura.integrations.accelerate needs Accelerate: pip install 'murmura[accelerate]' ({error})"
@@ -35,7 +35,8 @@ from murmura.integrations.replica_state import (
 
 __all__ = ["Accelerator"]
 
-_OTHER_KINDS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
+_KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_SHARDED = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate has no types
@@ -51,18 +52,34 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     """
 
     def __init__(self, *args: Any, algorithm: Algorithm | str | None = None, **options: Any) -> None:
-        for name in _OTHER_KINDS:
+        for name in _SHARDED:
             if options.get(name) is not None:
                 raise ConfigError(
                     f"{name}= shards the model, and murmura keeps whole replicas together. Use accelerate.Accelerator "
                     "for it, without algorithm=; its process group may be murmura's."
                 )
+        _start_group(options)
+        super().__init__(*args, **options)
+        self._begin(algorithm)
+
+    @classmethod
+    def adopt(cls, accelerator: Any, algorithm: Algorithm | str | None) -> Accelerator:
+        """Make a murmura Accelerator of one of Accelerate's own, in place, before it has prepared anything."""
+        accelerator.__class__ = cls
+        found: Accelerator = accelerator
+        found._begin(algorithm)
+        return found
+
+    def _begin(self, algorithm: Algorithm | str | None) -> None:
         self._algorithm = algorithm
         self._ddps: list[DDP] = []
         self._averaged = contextlib.ExitStack()
         self._folder = ""
-        _start_group(options)
-        super().__init__(*args, **options)
+        if self.distributed_type not in _KINDS:
+            raise ConfigError(
+                f"Accelerate is configured for {self.distributed_type}, and murmura keeps whole replicas together, on "
+                "CPUs and GPUs. Use accelerate.Accelerator for it, without algorithm=."
+            )
         self._refuse_lonely_ranks()
         self.register_save_state_pre_hook(self._before_saving)
         self.register_load_state_pre_hook(self._before_loading)
@@ -86,7 +103,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         ddp = DDP(prepared, algorithm=self._algorithm, **options)
         if self.ddp_handler is not None:
             self.ddp_handler.register_comm_hook(ddp)
-        ddp._is_accelerate_prepared = True  # type: ignore[assignment]  # nn.Module takes anything
+        prepared._is_accelerate_prepared = False  # type: ignore[assignment]  # so that it can be wrapped anew
         self._ddps.append(ddp)
         return ddp
 
@@ -115,7 +132,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """A state dict of the bare model; the mean of the replicas if these may differ, and then collective."""
-        ddp = self._ddp_of(model) if unwrap else None
+        ddp = self.ddp_of(model) if unwrap else None
         if ddp is None:
             return super().get_state_dict(model, unwrap)
         with averaged(ddp):
@@ -146,20 +163,22 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
     def free_memory(self, *objects: Any) -> Any:
         """As Accelerate's; closes the wrappers. Collective."""
-        self._close()
+        self.close_models()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
         """As Accelerate's; closes the wrappers before the process group goes. Collective."""
-        self._close()
+        self.close_models()
         super().end_training()
 
-    def _close(self) -> None:
+    def close_models(self) -> None:
+        """Close the wrappers of all models, which stay trainable without them. Collective."""
         for ddp in self._ddps:
             ddp.close()
         self._ddps = []
 
-    def _ddp_of(self, model: nn.Module) -> DDP | None:
+    def ddp_of(self, model: nn.Module) -> DDP | None:
+        """The wrapper of `model`, which may be the wrapper itself; None if there is none."""
         bare = self.unwrap_model(model)
         return next((ddp for ddp in self._ddps if self.unwrap_model(ddp) is bare), None)
 
