@@ -1,0 +1,83 @@
+"""What the tests of Lightning run on ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from integrations import loops
+from integrations.loops import Options, Weights
+from murmura.integrations.lightning import MurmuraStrategy
+
+
+class Task(pl.LightningModule):
+    """The task of the plain loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = loops.net()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(inputs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return loops.loss_of(self, *batch)
+
+    def configure_optimizers(self) -> Any:
+        return loops.optimizer(self)
+
+
+class Own(pl.Callback):
+    """Keeps the weights of this rank before the strategy leaves the mean of all."""
+
+    own: Weights
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.own = loops.weights(pl_module.net)
+
+
+def trainer(strategy: Any, options: Options = Options(), **others: Any) -> pl.Trainer:  # noqa: B008
+    settings: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "max_epochs": 1,
+    }
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        accumulate_grad_batches=options.accumulate,
+        gradient_clip_val=options.clip,
+        precision="bf16-mixed" if options.bf16 else "32-true",
+        **{**settings, **others},
+    )
+
+
+def fit(strategy: Any, options: Options) -> tuple[Weights, Weights]:
+    """This rank's own weights at the end of a fit, and what the module holds afterwards."""
+    task, own = Task(), Own()
+    trainer(strategy, options, callbacks=[own]).fit(task, DataLoader(loops.dataset(options), batch_size=loops.BATCH))
+    return own.own, loops.weights(task.net)
+
+
+def against_the_plain_loop(name: str) -> dict[str, Any]:
+    """By options: the weights of the plain loop, those of a fit, and those after it."""
+    return {
+        case: (loops.train(name, options), *fit(MurmuraStrategy(loops.algorithm(name)), options))
+        for case, options in loops.OPTIONS.items()
+    }
+
+
+def against_lightnings_own() -> dict[str, Any]:
+    """By options: the weights of Lightning's own strategy, and of ours."""
+    return {
+        case: (fit("ddp", options)[0], fit("murmura_gradient_allreduce", options)[0])
+        for case, options in loops.OPTIONS.items()
+    }
