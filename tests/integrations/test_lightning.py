@@ -33,3 +33,10 @@ def test_gradient_allreduce_gives_the_weights_of_lightnings_own_strategy() -> No
     for rank in run("lightning_programs:against_lightnings_own", 2):
         for case, (theirs, ours) in rank.items():
             assert loops.distance(theirs, ours) <= 1e-6, case
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_manual_optimization_with_two_optimizers_gives_the_weights_of_the_plain_loop(name: str) -> None:
+    for plain, own in run("lightning_features:manual", 2, name):
+        assert loops.distance(plain, own) <= 1e-6

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from murmura.algorithms import Algorithm, algorithm_named
+from murmura.ddp import DDP
 from murmura.errors import ConfigError
 from murmura.transports.shared_memory import futex
 
@@ -54,3 +55,10 @@ def reduced(reduce: Callable[..., Any], tensor: Any, group: Any, reduce_op: Any)
 def copied(value: Any) -> Any:
     """A tensor in memory of its own; other values as they are."""
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def take_over_buffers(ddp: DDP) -> None:
+    """Take over rank 0's buffers, of those that are kept together, as the next round will do. Collective."""
+    replica = ddp._replica
+    if replica.buffers:
+        replica.broadcast(replica.buffers, 0)

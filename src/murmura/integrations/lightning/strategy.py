@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from murmura.algorithms import Algorithm
 from murmura.ddp import DDP
 from murmura.integrations.lightning import callbacks, own_files
-from murmura.integrations.lightning.common import check_arguments, copied, default_backend, reduced
+from murmura.integrations.lightning.common import check_arguments, copied, default_backend, reduced, take_over_buffers
 from murmura.integrations.replica_state import mean_state_dict, replicas_differ
 
 STATES = ("state_dict", "current_model_state")  # of the model in a checkpoint; the latter with averaged weights
@@ -126,6 +126,8 @@ class MurmuraStrategy(DDPStrategy):
         if self._at_end["differ"]:
             self._at_end["weights"] = {name: copied(value) for name, value in self._ddp.state_dict().items()}
             self._ddp.load_state_dict(mean_state_dict(self._ddp))
+        else:
+            take_over_buffers(self._ddp)
 
     # Collectives of Lightning's
 
@@ -170,10 +172,17 @@ class MurmuraStrategy(DDPStrategy):
         self.begin_mean(level=1)
 
     def begin_mean(self, level: int) -> None:
-        """Put the mean of what the replicas hold into the module, if they differ, until `end_mean`. Collective."""
-        if self._ddp is not None and replicas_differ(self._ddp):
+        """Put the mean of what the replicas hold into the module, if they differ, until `end_mean`. Collective.
+
+        Where they are equal all ranks take rank 0's buffers, as they would at the next round.
+        """
+        if self._ddp is None:
+            return
+        if replicas_differ(self._ddp):
             self._means[level] = contextlib.ExitStack()
             self._means[level].enter_context(self._ddp.average_parameters())
+        else:
+            take_over_buffers(self._ddp)
 
     def end_mean(self, level: int) -> None:
         """Give the module of this rank back what it held."""
