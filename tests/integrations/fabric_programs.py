@@ -9,8 +9,8 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
 
-from integrations import loops
-from integrations.loops import Options, Weights
+from integrations import lightning_task as loops
+from integrations.lightning_task import Options, Weights
 from murmura import UsageError
 from murmura.integrations.lightning import MurmuraFabricStrategy, ddp_of
 

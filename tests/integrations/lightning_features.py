@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from integrations import loops
+from integrations import lightning_task as loops
 from integrations.lightning_programs import Own, Task, trainer
-from integrations.loops import Options
+from integrations.lightning_task import Options
 from murmura import DDP
 from murmura.integrations.lightning import MurmuraStrategy, own_files
 

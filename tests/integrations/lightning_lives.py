@@ -19,9 +19,9 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from integrations import loops
+from integrations import lightning_task as loops
 from integrations.lightning_programs import Own, Task, trainer
-from integrations.loops import Options, Weights
+from integrations.lightning_task import Options, Weights
 from murmura.integrations.lightning import MurmuraStrategy
 
 EPOCH = Options(steps=5)  # of each epoch
@@ -147,9 +147,7 @@ def saved_after_the_fit(name: str, folder: str) -> tuple[Weights, Weights, Weigh
 def validate(name: str, folder: str) -> dict[str, Any]:
     """What validation and test saw."""
     life, record, own = Life(), Record(), Own()
-    run = trainer(
-        strategy(name), callbacks=[record, own, saves(folder)], enable_checkpointing=True, max_epochs=EPOCHS
-    )
+    run = trainer(strategy(name), callbacks=[record, own, saves(folder)], enable_checkpointing=True, max_epochs=EPOCHS)
     run.fit(life, *loaders())
     best = run.checkpoint_callback.best_model_path
     run.test(life, loaders()[1])

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from integrations import loops
-from integrations.loops import Options, Weights
+from integrations import lightning_task as loops
+from integrations.lightning_task import Options, Weights
 from murmura.integrations.lightning import MurmuraStrategy
 
 

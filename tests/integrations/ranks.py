@@ -1,6 +1,7 @@
 """Ranks as a launcher would start them: torchrun's variables, but the default process group meets in a file.
 
-What runs on them is named by its module and not imported here, so that pytest's own process imports no framework.
+What runs on them stands at the top level of its module, because processes import it by name. A module that imports a
+framework at its top is named by a text, so that pytest's own process does not import it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib
 import os
 import tempfile
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +22,11 @@ from murmura import Transport, run_world
 SECONDS = 120.0  # of any wait: frameworks are imported first
 
 
-def run(program: str, world_size: int, *args: Any, backend: str = "murmura") -> list[Any]:
-    """What "module:function", called with `args`, returns on each rank; "module" is one of this folder.
+Program = str | Callable[..., Any]
+
+
+def run(program: Program, world_size: int, *args: Any, backend: str = "murmura") -> list[Any]:
+    """What a function, or "module:function" of this folder, called with `args`, returns on each rank.
 
     The default process group is there already, so no port is taken.
     """
@@ -30,7 +35,7 @@ def run(program: str, world_size: int, *args: Any, backend: str = "murmura") -> 
         return run_world(_in_group, world_size, program, store, backend, args, kind="processes", timeout=SECONDS)
 
 
-def _in_group(transport: Transport, program: str, path: str, backend: str, args: tuple[Any, ...]) -> Any:
+def _in_group(transport: Transport, program: Program, path: str, backend: str, args: tuple[Any, ...]) -> Any:
     rank, world_size = transport.rank, transport.world_size
     warnings.simplefilter("ignore")  # frameworks warn of their own code
     torch.set_num_threads(1)
@@ -54,8 +59,10 @@ def _in_group(transport: Transport, program: str, path: str, backend: str, args:
         timeout=timedelta(seconds=SECONDS),
     )
     try:
-        module, function = program.split(":")
-        return getattr(importlib.import_module(f"integrations.{module}"), function)(*args)
+        if isinstance(program, str):
+            module, function = program.split(":")
+            program = getattr(importlib.import_module(f"integrations.{module}"), function)
+        return program(*args)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

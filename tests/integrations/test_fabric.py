@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from integrations import loops
+from integrations import lightning_task as loops
 from integrations.ranks import run
 
 ALGORITHMS = ("gradient_allreduce", "low_precision_decentralized", "diloco")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from integrations import loops
+from integrations import lightning_task as loops
 from integrations.ranks import run
 
 ALGORITHMS = ("gradient_allreduce", "low_precision_decentralized", "diloco")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from integrations import loops
+from integrations import lightning_task as loops
 from integrations.ranks import run
 
 ALGORITHMS = ("gradient_allreduce", "low_precision_decentralized", "diloco")
