@@ -1,4 +1,4 @@
-"""A script with `strategy="murmura_…"` under Lightning's own launcher, torchrun, SLURM's variables and `murmura run`."""
+"""A script with `strategy="murmura_…"` under Lightning's own launcher, torchrun, SLURM and `murmura run`."""
 
 from __future__ import annotations
 

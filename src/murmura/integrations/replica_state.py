@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +36,44 @@ def replicas_differ(ddp: DDP) -> bool:
     return Exchanges.WEIGHTS in all_gather_json(ddp.transport, str(ddp.algorithm.exchanges))
 
 
+def keeps_replicas_equal(ddp: DDP) -> bool:
+    """Whether the replicas hold equal weights whenever an optimizer has stepped. Not collective, equal on all ranks."""
+    return type(ddp.algorithm).exchanges is Exchanges.GRADIENTS  # a property where it changes from round to round
+
+
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict like `state`, with tensors in memory of their own."""
+    copy = OrderedDict(
+        (key, each.detach().clone() if isinstance(each, Tensor) else each) for key, each in state.items()
+    )
+    if hasattr(state, "_metadata"):  # the versions of the modules
+        copy._metadata = state._metadata  # type: ignore[attr-defined]
+    return copy
+
+
+def averaged(ddp: DDP) -> AbstractContextManager[None]:
+    """Inside it the module holds the mean of the replicas if these differ. Collective, unless the algorithm keeps
+    replicas equal in every round."""
+    is_mean = keeps_replicas_equal(ddp) or not replicas_differ(ddp)
+    return contextlib.nullcontext() if is_mean else ddp.average_parameters()
+
+
 def mean_state_dict(ddp: DDP) -> dict[str, Any]:
     """The mean of all replicas as a state dict of the bare module, in memory of its own. Collective."""
     ddp.settle()
-    with ddp.average_parameters() if replicas_differ(ddp) else contextlib.nullcontext():
-        state: dict[str, Any] = ddp.state_dict()
-        for name, value in state.items():  # in place, to keep the state dict's metadata of versions
-            state[name] = value.detach().clone() if isinstance(value, Tensor) else value
-    return state
+    with averaged(ddp):
+        return copied(ddp.state_dict())
+
+
+def optimizers_of(ddp: DDP, optimizers: Iterable[Any]) -> list[Optimizer]:
+    """Those of `optimizers` that step on parameters of `ddp`, without the wrappers that frameworks put around them."""
+    own, found = {id(parameter) for parameter in ddp.parameters()}, []
+    for optimizer in optimizers:
+        while not isinstance(optimizer, Optimizer) or isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = optimizer.optimizer
+        if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+            found.append(optimizer)
+    return found
 
 
 def own_state(ddp: DDP, optimizers: Sequence[Stateful]) -> dict[str, Any]:
