@@ -15,18 +15,14 @@ from murmura import UsageError
 from murmura.integrations.lightning import MurmuraFabricStrategy, ddp_of
 
 
-def fabric(strategy: Any, options: Options = Options()) -> Fabric:  # noqa: B008
-    return Fabric(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=strategy,
-        precision="bf16-mixed" if options.bf16 else "32-true",
-    )
+def fabric(strategy: Any, options: Options = Options(), **others: Any) -> Fabric:  # noqa: B008
+    place = {"accelerator": "cpu", "devices": dist.get_world_size(), **others}
+    return Fabric(strategy=strategy, precision=options.precision, **place)
 
 
 def train(run: Fabric, model: Any, optimizer: Any, options: Options, first: int = 0, last: int | None = None) -> None:
     """The steps of the plain loop, as Fabric writes them, from `first` to before `last`."""
-    inputs, targets = loops.dataset(options).tensors
+    inputs, targets = (each.to(run.device) for each in loops.dataset(options).tensors)
     batches = list(zip(inputs.split(loops.BATCH), targets.split(loops.BATCH), strict=True))
     for index, batch in enumerate(batches[first:last], first + 1):
         syncs = index % options.accumulate == 0
@@ -39,8 +35,8 @@ def train(run: Fabric, model: Any, optimizer: Any, options: Options, first: int 
             optimizer.zero_grad()
 
 
-def fit(strategy: Any, options: Options) -> Weights:
-    run = fabric(strategy, options)
+def fit(strategy: Any, options: Options, **others: Any) -> Weights:
+    run = fabric(strategy, options, **others)
     run.launch()
     module = loops.net()
     model, optimizer = run.setup(module, loops.optimizer(module))

@@ -114,7 +114,7 @@ def live(name: str, folder: str, epochs: int = EPOCHS, kill: bool = False, resum
     callbacks = [saves(folder), EarlyStopping("val", patience=50), own, *([Kill()] if kill else [])]
     settings = {"callbacks": callbacks, "enable_checkpointing": True, "max_epochs": epochs}
     run = trainer(strategy(name), **settings)
-    run.fit(life, *loaders(), ckpt_path=f"{folder}/last.ckpt" if resume else None)
+    run.fit(life, *loaders(), ckpt_path=f"{folder}/last.ckpt" if resume else None, weights_only=True)
     return {
         "own": own.own,
         "after": loops.weights(life.net),

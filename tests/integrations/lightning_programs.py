@@ -42,6 +42,9 @@ class Own(pl.Callback):
 
 def trainer(strategy: Any, options: Options = Options(), **others: Any) -> pl.Trainer:  # noqa: B008
     settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": dist.get_world_size() if dist.is_initialized() else 1,
+        "precision": options.precision,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -50,20 +53,25 @@ def trainer(strategy: Any, options: Options = Options(), **others: Any) -> pl.Tr
         "max_epochs": 1,
     }
     return pl.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
         strategy=strategy,
         accumulate_grad_batches=options.accumulate,
         gradient_clip_val=options.clip,
-        precision="bf16-mixed" if options.bf16 else "32-true",
         **{**settings, **others},
     )
 
 
-def fit(strategy: Any, options: Options) -> tuple[Weights, Weights]:
+def start(place: dict[str, Any]) -> None:
+    """Make the process group as a fit would, before the first one."""
+    first = trainer("murmura", **place)
+    first.strategy.connect(Task())
+    first.strategy.setup_environment()
+
+
+def fit(strategy: Any, options: Options, **others: Any) -> tuple[Weights, Weights]:
     """This rank's own weights at the end of a fit, and what the module holds afterwards."""
     task, own = Task(), Own()
-    trainer(strategy, options, callbacks=[own]).fit(task, DataLoader(loops.dataset(options), batch_size=loops.BATCH))
+    run = trainer(strategy, options, callbacks=[own], **others)
+    run.fit(task, DataLoader(loops.dataset(options), batch_size=loops.BATCH))
     return own.own, loops.weights(task.net)
 
 

@@ -30,7 +30,7 @@ class Options:
 
     accumulate: int = 1
     clip: float | None = None
-    bf16: bool = False
+    precision: str = "32-true"  # as Lightning calls it
     steps: int = STEPS
 
 
@@ -38,8 +38,8 @@ OPTIONS = {
     "plain": Options(),
     "accumulation": Options(accumulate=4),
     "clipping": Options(clip=0.1),
-    "bf16": Options(bf16=True),
-    "everything": Options(accumulate=4, clip=0.1, bf16=True),
+    "bf16": Options(precision="bf16-mixed"),
+    "everything": Options(accumulate=4, clip=0.1, precision="bf16-mixed"),
 }
 
 
@@ -74,23 +74,29 @@ def weights(module: nn.Module) -> Weights:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-def train(name: str, options: Options) -> Weights:
+def train(name: str, options: Options, device: str = "cpu") -> Weights:
     """The weights of this rank after the plain loop."""
-    module = net()
+    module = net().to(device)
     ddp = DDP(module, algorithm=algorithm(name))
     steps = optimizer(module)
-    inputs, targets = dataset(options).tensors
+    inputs, targets = (each.to(device) for each in dataset(options).tensors)
+    dtype = torch.float16 if options.precision == "16-mixed" else torch.bfloat16
+    if device == "cpu":
+        dtype = torch.bfloat16  # as Lightning has it there
+    scaler = torch.amp.GradScaler(device, enabled=dtype is torch.float16)
     batches = list(zip(inputs.split(BATCH), targets.split(BATCH), strict=True))
     for index, batch in enumerate(batches, 1):
         syncs = index % options.accumulate == 0
         with contextlib.nullcontext() if syncs else ddp.no_sync():
-            with torch.autocast("cpu", torch.bfloat16, enabled=options.bf16):
+            with torch.autocast(device, dtype, enabled=options.precision != "32-true"):
                 loss = loss_of(ddp, *batch)
-            (loss / options.accumulate).backward()
+            scaler.scale(loss / options.accumulate).backward()
         if syncs:
+            scaler.unscale_(steps)
             if options.clip is not None:
                 torch.nn.utils.clip_grad_norm_(module.parameters(), options.clip)
-            steps.step()
+            scaler.step(steps)
+            scaler.update()
             steps.zero_grad()
     ddp.close()
     return weights(module)
