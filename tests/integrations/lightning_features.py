@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
 
 from integrations import lightning_task as loops
-from integrations.lightning_programs import Own, Task, trainer
+from integrations.lightning_programs import Own, Task, fit, trainer
 from integrations.lightning_task import Options
 from murmura import DDP
 from murmura.integrations.lightning import MurmuraStrategy, own_files
@@ -97,3 +99,77 @@ def manual(name: str) -> tuple[Any, Any]:
         fitted, DataLoader(loops.dataset(options), loops.BATCH)
     )
     return expected, own.own
+
+
+def told(work: Any) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+class Wrapped(Task):
+    """Wraps its network itself, as a script did before it came to the Trainer."""
+
+    def setup(self, stage: str) -> None:
+        self.net = DDP(self.net)
+
+
+def refusals() -> dict[str, str]:
+    """What users are told who do what cannot work."""
+    import pytorch_lightning
+
+    loader = DataLoader(loops.dataset(Options()), loops.BATCH)
+
+    def with_hook(algorithm: str) -> None:
+        strategy = MurmuraStrategy(algorithm, ddp_comm_hook=allreduce_hook, ddp_comm_state=dist.group.WORLD)
+        trainer(strategy).fit(Task(), loader)
+
+    return {
+        "unknown": told(lambda: MurmuraStrategy("sharding")),
+        "no algorithm": told(lambda: MurmuraStrategy(3)),  # type: ignore[arg-type]
+        "transport": told(lambda: MurmuraStrategy(transport=None)),
+        "period": told(lambda: MurmuraStrategy(model_averaging_period=4)),
+        "unknown option": told(lambda: trainer(MurmuraStrategy(shards=3)).fit(Task(), loader)),
+        "wrapped": told(lambda: trainer("murmura").fit(Wrapped(), loader)),
+        "name": told(lambda: trainer("murmura_sharding")),
+        "other package": told(lambda: pytorch_lightning.Trainer(strategy=MurmuraStrategy(), accelerator="cpu")),
+        "hook": told(lambda: with_hook("gradient_allreduce")),
+        "hook and diloco": told(lambda: with_hook("diloco")),
+    }
+
+
+def uneven() -> str:
+    """One rank has fewer batches than the other."""
+    options = Options(steps=3 + dist.get_rank())
+    loader = DataLoader(loops.dataset(options), loops.BATCH)
+    os.environ["MURMURA_TIMEOUT"] = "3"
+    return told(lambda: trainer("murmura").fit(Task(), loader))
+
+
+def alone() -> float:
+    """A world of one: the distance to the plain loop."""
+    options = Options(accumulate=2, clip=0.1)
+    own, _ = fit(MurmuraStrategy(loops.algorithm("diloco")), options)
+    return loops.distance(loops.train("diloco", options), own)
+
+
+def logged() -> dict[str, Any]:
+    """What `sync_dist` logging and `all_gather` give."""
+
+    class Logs(Task):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            rank = dist.get_rank()
+            self.log("mean", float(rank), sync_dist=True, on_step=True, on_epoch=True)
+            self.log("sum", float(rank + 1), sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
+            self.gathered = self.all_gather(torch.tensor([rank]))
+            self.integer = self.trainer.strategy.reduce(torch.tensor(rank + 1), reduce_op="mean")
+            self.told = self.trainer.strategy.broadcast(f"from {rank}")
+            return super().training_step(batch, batch_idx)
+
+    task = Logs()
+    run = trainer("murmura_low_precision_decentralized", log_every_n_steps=1)
+    run.fit(task, DataLoader(loops.dataset(Options(steps=3)), loops.BATCH))
+    metrics = {name: value.item() for name, value in run.callback_metrics.items()}
+    return {**metrics, "gathered": task.gathered.tolist(), "integer": task.integer.item(), "told": task.told}
