@@ -1,12 +1,15 @@
 """Ranks as a launcher would start them: torchrun's variables, but the default process group meets in a file.
 
-What runs on them stands at the top level of its module, because processes import it by name.
+What runs on them stands at the top level of its module, because processes import it by name. A module that imports a
+framework at its top is named by a text, so that pytest's own process does not import it.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -19,14 +22,22 @@ from murmura import Transport, run_world
 SECONDS = 120.0  # of any wait: frameworks are imported first
 
 
-def run(fn: Callable[..., Any], world_size: int, *args: Any, backend: str = "murmura") -> list[Any]:
-    """What `fn(*args)` returns on each rank; the default process group is there already, so no port is taken."""
+Program = str | Callable[..., Any]
+
+
+def run(program: Program, world_size: int, *args: Any, backend: str = "murmura") -> list[Any]:
+    """What a function, or "module:function" of this folder, called with `args`, returns on each rank.
+
+    The default process group is there already, so no port is taken.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        return run_world(_in_group, world_size, fn, f"{folder}/store", backend, args, kind="processes", timeout=SECONDS)
+        store = f"{folder}/store"
+        return run_world(_in_group, world_size, program, store, backend, args, kind="processes", timeout=SECONDS)
 
 
-def _in_group(transport: Transport, fn: Callable[..., Any], path: str, backend: str, args: tuple[Any, ...]) -> Any:
+def _in_group(transport: Transport, program: Program, path: str, backend: str, args: tuple[Any, ...]) -> Any:
     rank, world_size = transport.rank, transport.world_size
+    warnings.simplefilter("ignore")  # frameworks warn of their own code
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ.update(
@@ -48,7 +59,10 @@ def _in_group(transport: Transport, fn: Callable[..., Any], path: str, backend: 
         timeout=timedelta(seconds=SECONDS),
     )
     try:
-        return fn(*args)
+        if isinstance(program, str):
+            module, function = program.split(":")
+            program = getattr(importlib.import_module(f"integrations.{module}"), function)
+        return program(*args)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
