@@ -25,7 +25,11 @@ def accelerator(algorithm: Algorithm | None, task: Task, **options: Any) -> Any:
     from murmura.integrations.accelerate import Accelerator
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    options |= {"cpu": True, "gradient_accumulation_steps": task.accumulate, "mixed_precision": task.precision}
+    options |= {
+        "cpu": task.device == "cpu",
+        "gradient_accumulation_steps": task.accumulate,
+        "mixed_precision": task.precision,
+    }
     return accelerate.Accelerator(**options) if algorithm is None else Accelerator(algorithm=algorithm, **options)
 
 
@@ -97,7 +101,7 @@ def state_dicts(algorithm: Algorithm, task: Task, folder: Path) -> tuple[list[Te
     return weights(ddp), state, metrics
 
 
-def refusals() -> list[str]:
+def refusals(folder: Path) -> list[str]:
     from accelerate import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 
     import murmura
@@ -119,6 +123,9 @@ def refusals() -> list[str]:
     found = accelerator(murmura.GradientAllReduceAlgorithm(), task)
     ddp = found.prepare(model(task))
     assert found.prepare(ddp) is ddp
+    with found.no_sync(ddp):
+        ddp(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    refused(lambda: found.save_state(folder))
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -25,6 +27,7 @@ def fit(folder: Path, num_workers: int, algorithm: str, **choices: Any) -> list[
     tests = str(Path(__file__).parent.parent)
     path = os.pathsep.join([tests, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environment = {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"}
+    environment["MURMURA_TEST"] = str(folder)
     done = subprocess.run(
         [sys.executable, "-m", "integrations.ray_programs", json.dumps(given)],
         env=environment,
@@ -33,8 +36,22 @@ def fit(folder: Path, num_workers: int, algorithm: str, **choices: Any) -> list[
         text=True,
         timeout=350,
     )
+    wait_for_leftovers(str(folder))
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(num_workers)]
+
+
+def wait_for_leftovers(mark: str) -> None:
+    """Wait for processes of Ray that outlive its shutdown for a while."""
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("MURMURA_TEST") == mark:
+                left.append(process)
+    _, alive = psutil.wait_procs(left, timeout=20)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=20)
 
 
 @pytest.mark.parametrize(

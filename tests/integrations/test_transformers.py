@@ -60,3 +60,9 @@ def test_train_can_be_called_again(tmp_path: Path) -> None:
     (first, weights), (second, others) = run(programs.twice, 2, ALGORITHMS["diloco"], tmp_path)
     assert first == second
     assert far(weights, others) == 0.0
+
+
+def test_other_trainers_can_be_mixed_in_and_wrapped_models_cannot(tmp_path: Path) -> None:
+    for module, refusal in run(programs.subclassed, 2, ALGORITHMS["diloco"], tmp_path):
+        assert module == "murmura.integrations.accelerate"
+        assert "Give it the bare model" in refusal
