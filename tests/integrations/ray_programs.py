@@ -1,6 +1,6 @@
-"""A training on a local Ray cluster, run as a program of its own: ``python -m integrations.ray_programs CHOICES``.
+"""Trainings on a local Ray cluster, run as a program of its own: ``python -m integrations.ray_programs CHOICES``.
 
-CHOICES is a JSON object; what the workers found is written to files in its folder.
+CHOICES is a list in JSON, with an object for each; what its workers found is written to files in its folder.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,11 @@ def worker(choices: dict[str, Any]) -> None:
     torch.save({"found": found, "plain": plain(algorithm, task), **about}, folder / f"rank-{rank}.pt")
 
 
-def main() -> None:
-    import ray
+def fit(choices: dict[str, Any]) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    choices = json.loads(sys.argv[1])
-    ray.init(num_cpus=choices["num_workers"] + 1, include_dashboard=False, logging_level="error")
+    folder = Path(choices["folder"])
     result = TorchTrainer(
         worker,
         train_loop_config=choices,
@@ -83,14 +82,25 @@ def main() -> None:
         scaling_config=ScalingConfig(num_workers=choices["num_workers"], use_gpu=False),
         run_config=RunConfig(
             name="run",
-            storage_path=str(Path(choices["folder"]) / "storage"),
+            storage_path=str(folder / "storage"),
             failure_config=FailureConfig(max_failures=1 if choices["kill_at"] is not None else 0),
         ),
     ).fit()
     if choices["kill_at"] is not None:
         with result.checkpoint.as_directory() as found:
             state = torch.load(Path(found) / "model.pt")
-        torch.save(state, Path(choices["folder"]) / "mean.pt")
+        torch.save(state, folder / "mean.pt")
+
+
+def main() -> None:
+    import ray
+
+    ray.init(num_cpus=5, include_dashboard=False, logging_level="error")
+    for choices in json.loads(sys.argv[1]):
+        try:
+            fit(choices)
+        except Exception:  # told by the test of this training
+            (Path(choices["folder"]) / "error.txt").write_text(traceback.format_exc())
     ray.shutdown()
 
 

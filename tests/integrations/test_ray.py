@@ -16,29 +16,41 @@ import torch
 
 from integrations.loops import far, mean
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("ray")]
 PARAMETERS = ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]
+DEFAULTS = {"accumulate": 1, "precision": "no", "own": False, "kill_at": None, "backend": "gloo", "num_workers": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "gradients": {"algorithm": "gradient_allreduce", "num_workers": 4, "accumulate": 4},
+    "low-precision": {"algorithm": "low_precision_decentralized", "precision": "bf16"},
+    "diloco": {"algorithm": "diloco", "accumulate": 2, "backend": "murmura"},
+    "rays-own": {"algorithm": "gradient_allreduce", "own": True},
+    "killed-low-precision": {"algorithm": "low_precision_decentralized", "kill_at": 4},
+    "killed-diloco": {"algorithm": "diloco", "kill_at": 4, "num_workers": 4},
+}
 
 
-def fit(folder: Path, num_workers: int, algorithm: str, **choices: Any) -> list[dict[str, Any]]:
-    """What each worker found; Ray runs in a process of its own."""
-    given = {"accumulate": 1, "precision": "no", "own": False, "kill_at": None, "backend": "gloo"} | choices
-    given |= {"folder": str(folder), "num_workers": num_workers, "algorithm": algorithm}
-    tests = str(Path(__file__).parent.parent)
-    path = os.pathsep.join([tests, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the workers of each case left what they found; one Ray cluster, in its own process, has run them all."""
+    folder = tmp_path_factory.mktemp("ray")
+    choices = []
+    for name, case in CASES.items():
+        (folder / name).mkdir()
+        choices.append({**DEFAULTS, **case, "folder": str(folder / name)})
+    path = os.pathsep.join([str(Path(__file__).parent.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environment = {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"}
-    environment["MURMURA_TEST"] = str(folder)
+    environment |= {"RAY_raylet_start_wait_time_s": "120", "MURMURA_TEST": str(folder)}
     done = subprocess.run(
-        [sys.executable, "-m", "integrations.ray_programs", json.dumps(given)],
+        [sys.executable, "-m", "integrations.ray_programs", json.dumps(choices)],
         env=environment,
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=350,
+        timeout=550,
     )
     wait_for_leftovers(str(folder))
     assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(num_workers)]
+    return folder
 
 
 def wait_for_leftovers(mark: str) -> None:
@@ -54,34 +66,28 @@ def wait_for_leftovers(mark: str) -> None:
     psutil.wait_procs(alive, timeout=20)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_workers", "choices"),
-    [
-        ("gradient_allreduce", 4, {"accumulate": 4}),
-        ("low_precision_decentralized", 2, {"precision": "bf16"}),
-        ("diloco", 2, {"accumulate": 2, "backend": "murmura"}),
-    ],
-)
-def test_the_weights_are_those_of_the_plain_loop(
-    name: str, num_workers: int, choices: dict[str, Any], tmp_path: Path
-) -> None:
-    for worker in fit(tmp_path, num_workers, name, **choices):
-        assert far(worker["found"], worker["plain"]) <= (1e-6 if "precision" in choices else 1e-9)
-        assert (worker["world_size"], worker["backend"]) == (num_workers, choices.get("backend", "gloo"))
+def workers_of(folder: Path, case: str) -> list[dict[str, Any]]:
+    error = folder / case / "error.txt"
+    assert not error.exists(), error.read_text()[-4000:]
+    num_workers = {**DEFAULTS, **CASES[case]}["num_workers"]
+    return [torch.load(folder / case / f"rank-{rank}.pt") for rank in range(num_workers)]
 
 
-def test_gradient_allreduce_is_what_rays_own_wrapper_does(tmp_path: Path) -> None:
-    for worker in fit(tmp_path, 2, "gradient_allreduce", own=True):
-        assert far(worker["found"], worker["plain"]) <= 1e-9
+@pytest.mark.parametrize("case", ["gradients", "low-precision", "diloco", "rays-own"])
+def test_the_weights_are_those_of_the_plain_loop(case: str, folder: Path) -> None:
+    choices = {**DEFAULTS, **CASES[case]}
+    for worker in workers_of(folder, case):
+        assert far(worker["found"], worker["plain"]) <= (1e-9 if choices["precision"] == "no" else 1e-6)
+        assert (worker["world_size"], worker["backend"]) == (choices["num_workers"], choices["backend"])
 
 
-@pytest.mark.parametrize("name", ["low_precision_decentralized", "diloco"])
-def test_a_worker_that_dies_is_restarted_from_the_last_checkpoint(name: str, tmp_path: Path) -> None:
-    workers = fit(tmp_path, 4 if name == "diloco" else 2, name, kill_at=4)
+@pytest.mark.parametrize("case", ["killed-low-precision", "killed-diloco"])
+def test_a_worker_that_dies_is_restarted_from_the_last_checkpoint(case: str, folder: Path) -> None:
+    workers = workers_of(folder, case)
     for worker in workers:
         assert 1 <= worker["begin"] <= 4  # which report was the last that Ray has taken notice of
         assert far(worker["found"], worker["plain"]) <= 1e-12  # as if nothing had happened
-    files = json.loads((tmp_path / "files-0.json").read_text())
+    files = json.loads((folder / case / "files-0.json").read_text())
     assert {"model.pt", "optimizers.pt", *(f"murmura-rank-{rank}.pt" for rank in range(len(workers)))} <= set(files)
-    plain = torch.load(tmp_path / "mean.pt")
+    plain = torch.load(folder / case / "mean.pt")
     assert far([plain[each] for each in PARAMETERS], mean([worker["found"] for worker in workers])) < 1e-12
