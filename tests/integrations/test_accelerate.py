@@ -63,6 +63,18 @@ def test_what_is_saved_is_the_mean_of_the_replicas(tmp_path: Path) -> None:
     assert ranks[0][2].tolist() == ranks[1][2].tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
+def test_two_models_are_saved_under_names_of_their_own(tmp_path: Path) -> None:
+    assert run(programs.two_models, 2, ALGORITHMS["diloco"], tmp_path) == [[True] * 7] * 2
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    assert {"murmura-rank-1.pt", "murmura_1-rank-1.pt"} <= set(files(folder))
+
+
+def test_a_model_that_accelerate_compiles_is_kept_together(tmp_path: Path) -> None:
+    for found, expected, is_restored in run(programs.compiled, 2, ALGORITHMS["diloco"], Task(), tmp_path):
+        assert far(found, expected) <= 1e-9
+        assert is_restored
+
+
 def test_what_does_not_work_is_refused(tmp_path: Path) -> None:
     sharded, wrapped, dim, waiting, lonely = run(programs.refusals, 2, tmp_path)[0]
     assert "fsdp_plugin= shards the model" in sharded
