@@ -16,16 +16,13 @@ import torch
 
 from integrations.loops import far, mean
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("ray")]
 PARAMETERS = ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]
-DEFAULTS = {"accumulate": 1, "precision": "no", "own": False, "kill_at": None, "backend": "gloo", "num_workers": 2}
 CASES: dict[str, dict[str, Any]] = {
-    "gradients": {"algorithm": "gradient_allreduce", "num_workers": 4, "accumulate": 4},
-    "low-precision": {"algorithm": "low_precision_decentralized", "precision": "bf16"},
-    "diloco": {"algorithm": "diloco", "accumulate": 2, "backend": "murmura"},
-    "rays-own": {"algorithm": "gradient_allreduce", "own": True},
-    "killed-low-precision": {"algorithm": "low_precision_decentralized", "kill_at": 4},
-    "killed-diloco": {"algorithm": "diloco", "kill_at": 4, "num_workers": 4},
+    "four": {"num_workers": 4, "backend": "gloo", "algorithm": None},
+    "two": {"num_workers": 2, "backend": "murmura", "algorithm": None},
+    "killed-low-precision": {"num_workers": 2, "backend": "gloo", "algorithm": "low_precision_decentralized"},
+    "killed-diloco": {"num_workers": 4, "backend": "gloo", "algorithm": "diloco"},
 }
 
 
@@ -36,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     choices = []
     for name, case in CASES.items():
         (folder / name).mkdir()
-        choices.append({**DEFAULTS, **case, "folder": str(folder / name)})
+        choices.append({**case, "folder": str(folder / name)})
     path = os.pathsep.join([str(Path(__file__).parent.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environment = {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"}
     environment |= {"RAY_raylet_start_wait_time_s": "120", "MURMURA_TEST": str(folder)}
@@ -46,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=550,
+        timeout=1100,
     )
     wait_for_leftovers(str(folder))
     assert done.returncode == 0, done.stderr[-4000:]
@@ -69,16 +66,16 @@ def wait_for_leftovers(mark: str) -> None:
 def workers_of(folder: Path, case: str) -> list[dict[str, Any]]:
     error = folder / case / "error.txt"
     assert not error.exists(), error.read_text()[-4000:]
-    num_workers = {**DEFAULTS, **CASES[case]}["num_workers"]
-    return [torch.load(folder / case / f"rank-{rank}.pt") for rank in range(num_workers)]
+    return [torch.load(folder / case / f"rank-{rank}.pt") for rank in range(CASES[case]["num_workers"])]
 
 
-@pytest.mark.parametrize("case", ["gradients", "low-precision", "diloco", "rays-own"])
+@pytest.mark.parametrize("case", ["two", "four"])
 def test_the_weights_are_those_of_the_plain_loop(case: str, folder: Path) -> None:
-    choices = {**DEFAULTS, **CASES[case]}
+    """Also Ray's own wrapper's, where gradients are averaged."""
     for worker in workers_of(folder, case):
-        assert far(worker["found"], worker["plain"]) <= (1e-9 if choices["precision"] == "no" else 1e-6)
-        assert (worker["world_size"], worker["backend"]) == (choices["num_workers"], choices["backend"])
+        for name, (found, plain) in worker["pairs"].items():
+            assert far(found, plain) <= (1e-6 if "bf16" in name else 1e-9), name
+        assert (worker["world_size"], worker["backend"]) == (CASES[case]["num_workers"], CASES[case]["backend"])
 
 
 @pytest.mark.parametrize("case", ["killed-low-precision", "killed-diloco"])
@@ -86,8 +83,8 @@ def test_a_worker_that_dies_is_restarted_from_the_last_checkpoint(case: str, fol
     workers = workers_of(folder, case)
     for worker in workers:
         assert 1 <= worker["begin"] <= 4  # which report was the last that Ray has taken notice of
-        assert far(worker["found"], worker["plain"]) <= 1e-12  # as if nothing had happened
+        assert far(*worker["pair"]) <= 1e-12  # as if nothing had happened
     files = json.loads((folder / case / "files-0.json").read_text())
     assert {"model.pt", "optimizers.pt", *(f"murmura-rank-{rank}.pt" for rank in range(len(workers)))} <= set(files)
     plain = torch.load(folder / case / "mean.pt")
-    assert far([plain[each] for each in PARAMETERS], mean([worker["found"] for worker in workers])) < 1e-12
+    assert far([plain[each] for each in PARAMETERS], mean([worker["pair"][0] for worker in workers])) < 1e-12
