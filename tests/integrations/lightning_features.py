@@ -173,3 +173,35 @@ def logged() -> dict[str, Any]:
     run.fit(task, DataLoader(loops.dataset(Options(steps=3)), loops.BATCH))
     metrics = {name: value.item() for name, value in run.callback_metrics.items()}
     return {**metrics, "gathered": task.gathered.tolist(), "integer": task.integer.item(), "told": task.told}
+
+
+class Skips(Task):
+    """One rank leaves out steps, as a GradScaler does that found an infinity, and all wait for each other after it."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if dist.get_rank() == 0 and batch_idx in (2, 5):
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        dist.barrier()  # which murmura does not see
+        self.log("ends", 1.0, sync_dist=True)
+
+
+def skipped_steps(name: str) -> float:
+    task = Skips()
+    os.environ["MURMURA_TIMEOUT"] = "10"
+    trainer(MurmuraStrategy(loops.algorithm(name))).fit(task, DataLoader(loops.dataset(Options(steps=12)), loops.BATCH))
+    return float(task.net[0].weight.sum())
+
+
+def saved_while_accumulating(folder: str) -> str:
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if args[-1] == 1:
+                trainer.save_checkpoint(f"{folder}/early.ckpt")
+
+    options = Options(accumulate=4, steps=2)
+    run = trainer("murmura_diloco", options, callbacks=[Saves()])
+    return told(lambda: run.fit(Task(), DataLoader(loops.dataset(options), loops.BATCH)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from integrations.ranks import run
@@ -39,3 +41,15 @@ def test_logging_and_gathering_go_over_all_ranks() -> None:
         assert rank["gathered"] == [[0], [1]]
         assert rank["integer"] == 1
         assert rank["told"] == "from 0"
+
+
+@pytest.mark.parametrize("name", ["low_precision_decentralized", "diloco"])
+def test_a_rank_that_skips_a_step_does_not_hold_up_the_others(name: str) -> None:
+    first, second = run("lightning_features:skipped_steps", 2, name)
+    assert first == second
+
+
+def test_a_save_that_would_lose_gradients_is_refused(tmp_path: Path) -> None:
+    for told in run("lightning_features:saved_while_accumulating", 2, str(tmp_path)):
+        assert told.startswith("UsageError")
+        assert "no_sync" in told
