@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -196,12 +197,21 @@ def skipped_steps(name: str) -> float:
     return float(task.net[0].weight.sum())
 
 
-def saved_while_accumulating(folder: str) -> str:
-    class Saves(pl.Callback):
+def saved_while_accumulating(folder: str) -> tuple[Any, Any, list[str]]:
+    """Own weights of a fit that saves in the middle of an accumulation, those of one resumed from it, and warnings."""
+
+    class Saves(Own):
         def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-            if args[-1] == 1:
+            if args[-1] == 5:
                 trainer.save_checkpoint(f"{folder}/early.ckpt")
 
-    options = Options(accumulate=4, steps=2)
-    run = trainer("murmura_diloco", options, callbacks=[Saves()])
-    return told(lambda: run.fit(Task(), DataLoader(loops.dataset(options), loops.BATCH)))
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("murmura").addHandler(handler)
+    options = Options(accumulate=4, steps=4)
+    strategy = [MurmuraStrategy(loops.algorithm("low_precision_decentralized")) for _ in range(2)]
+    loader, saves, own = DataLoader(loops.dataset(options), loops.BATCH), Saves(), Own()
+    trainer(strategy[0], options, callbacks=[saves]).fit(Task(), loader)
+    trainer(strategy[1], options, callbacks=[own]).fit(Task(), loader, ckpt_path=f"{folder}/early.ckpt")
+    return saves.own, own.own, told
