@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -173,3 +174,44 @@ def logged() -> dict[str, Any]:
     run.fit(task, DataLoader(loops.dataset(Options(steps=3)), loops.BATCH))
     metrics = {name: value.item() for name, value in run.callback_metrics.items()}
     return {**metrics, "gathered": task.gathered.tolist(), "integer": task.integer.item(), "told": task.told}
+
+
+class Skips(Task):
+    """One rank leaves out steps, as a GradScaler does that found an infinity, and all wait for each other after it."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if dist.get_rank() == 0 and batch_idx in (2, 5):
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        dist.barrier()  # which murmura does not see
+        self.log("ends", 1.0, sync_dist=True)
+
+
+def skipped_steps(name: str) -> float:
+    task = Skips()
+    os.environ["MURMURA_TIMEOUT"] = "10"
+    trainer(MurmuraStrategy(loops.algorithm(name))).fit(task, DataLoader(loops.dataset(Options(steps=12)), loops.BATCH))
+    return float(task.net[0].weight.sum())
+
+
+def saved_while_accumulating(folder: str) -> tuple[Any, Any, list[str]]:
+    """Own weights of a fit that saves in the middle of an accumulation, those of one resumed from it, and warnings."""
+
+    class Saves(Own):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if args[-1] == 5:
+                trainer.save_checkpoint(f"{folder}/early.ckpt")
+
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("murmura").addHandler(handler)
+    options = Options(accumulate=4, steps=4)
+    strategy = [MurmuraStrategy(loops.algorithm("low_precision_decentralized")) for _ in range(2)]
+    loader, saves, own = DataLoader(loops.dataset(options), loops.BATCH), Saves(), Own()
+    trainer(strategy[0], options, callbacks=[saves]).fit(Task(), loader)
+    trainer(strategy[1], options, callbacks=[own]).fit(Task(), loader, ckpt_path=f"{folder}/early.ckpt")
+    return saves.own, own.own, told

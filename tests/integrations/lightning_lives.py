@@ -131,17 +131,18 @@ def plain_file(folder: str) -> Weights:
     return loops.weights(life.net)
 
 
-def saved_after_the_fit(name: str, folder: str) -> tuple[Weights, Weights, Weights]:
-    """Own weights of a whole run, and of one that was saved after its fit and resumed; the file's plain weights."""
+def saved_after_the_fit(name: str, folder: str) -> tuple[Weights, Weights, Weights, Weights]:
+    """Own weights of a whole run, and of one that was saved after its fit and resumed; plain weights; the module's."""
     whole = live(name, f"{folder}/whole")
     own = Own()
+    life = Life()
     first = trainer(strategy(name), max_epochs=2)
-    first.fit(Life(), *loaders())
+    first.fit(life, *loaders())
     first.save_checkpoint(f"{folder}/last.ckpt")
     plain = plain_file(folder)
     second = trainer(strategy(name), callbacks=[own], max_epochs=EPOCHS)
     second.fit(Life(), *loaders(), ckpt_path=f"{folder}/last.ckpt")
-    return whole["own"], own.own, plain
+    return whole["own"], own.own, plain, loops.weights(life.net)
 
 
 def validate(name: str, folder: str) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from integrations import lightning_task as loops
 from integrations.ranks import run
 
 pytestmark = pytest.mark.timeout(200)
@@ -39,3 +42,17 @@ def test_logging_and_gathering_go_over_all_ranks() -> None:
         assert rank["gathered"] == [[0], [1]]
         assert rank["integer"] == 1
         assert rank["told"] == "from 0"
+
+
+@pytest.mark.parametrize("name", ["low_precision_decentralized", "diloco"])
+def test_a_rank_that_skips_a_step_does_not_hold_up_the_others(name: str) -> None:
+    first, second = run("lightning_features:skipped_steps", 2, name)
+    assert first == second
+
+
+def test_a_save_while_gradients_are_accumulated_warns_and_resumes(tmp_path: Path) -> None:
+    for whole, resumed, warnings in run("lightning_features:saved_while_accumulating", 2, str(tmp_path)):
+        assert len(warnings) == 1
+        assert "gradients are being accumulated" in warnings[0]
+        assert loops.distance(whole, resumed) > 0  # the gradients of two batches are lacking
+        assert loops.distance(whole, resumed) < 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,8 +12,11 @@ from torch import Tensor
 
 from murmura.algorithms import Algorithm, algorithm_named
 from murmura.ddp import DDP
+from murmura.ddp.round import Phase
 from murmura.errors import ConfigError
 from murmura.transports.shared_memory import futex
+
+log = logging.getLogger("murmura")
 
 REFUSED = {
     "model_averaging_period": "algorithm=LocalSGDAlgorithm(period) averages weights every so many steps.",
@@ -50,6 +54,23 @@ def reduced(reduce: Callable[..., Any], tensor: Any, group: Any, reduce_op: Any)
         return reduce(tensor, group, reduce_op)
     total = reduce(tensor, group, "sum")
     return total.copy_(total / dist.get_world_size(group))
+
+
+def algorithm_state(ddp: DDP) -> dict[str, Any]:
+    """What the algorithm carries on this rank, also while gradients are accumulated. Collective."""
+    if ddp._driver.round.phase is not Phase.ACCUMULATED:
+        return ddp.algorithm_state_dict()
+    log.warning(
+        "rank %d: gradients are being accumulated, and Lightning's checkpoints hold none: a run that is resumed from "
+        "this one lacks those of this step. Save after a step to go on where it stopped.",
+        ddp.transport.rank,
+    )
+    return {
+        "name": type(ddp.algorithm).__name__,
+        "round": ddp._replica.round,
+        "plan": ddp._driver.planner.state_dict(),
+        "algorithm": ddp.algorithm.state_dict(),  # nothing of a former round is pending in the middle of one
+    }
 
 
 def copied(value: Any) -> Any:

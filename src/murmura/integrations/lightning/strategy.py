@@ -18,8 +18,15 @@ from torch import Tensor, nn
 from murmura.algorithms import Algorithm
 from murmura.ddp import DDP
 from murmura.integrations.lightning import callbacks, own_files
-from murmura.integrations.lightning.common import check_arguments, copied, default_backend, reduced, take_over_buffers
-from murmura.integrations.replica_state import mean_state_dict, replicas_differ
+from murmura.integrations.lightning.common import (
+    algorithm_state,
+    check_arguments,
+    copied,
+    default_backend,
+    reduced,
+    take_over_buffers,
+)
+from murmura.integrations.replica_state import replicas_differ
 
 STATES = ("state_dict", "current_model_state")  # of the model in a checkpoint; the latter with averaged weights
 
@@ -122,10 +129,12 @@ class MurmuraStrategy(DDPStrategy):
         """Leave the mean of the replicas in the module; a checkpoint saved later still resumes from each one's own."""
         if self._ddp is None:
             return
-        self._at_end = {"algorithm": self._ddp.algorithm_state_dict(), "differ": replicas_differ(self._ddp)}
+        self._at_end = {"algorithm": algorithm_state(self._ddp), "differ": replicas_differ(self._ddp)}
         if self._at_end["differ"]:
             self._at_end["weights"] = {name: copied(value) for name, value in self._ddp.state_dict().items()}
-            self._ddp.load_state_dict(mean_state_dict(self._ddp))
+            with self._ddp.average_parameters():
+                means = {name: copied(value) for name, value in self._ddp.state_dict().items()}
+            self._ddp.load_state_dict(means)
         else:
             take_over_buffers(self._ddp)
 
@@ -195,7 +204,7 @@ class MurmuraStrategy(DDPStrategy):
         """Save the mean of the replicas under the plain keys, and each rank's own state beside the file. Collective."""
         state = self._at_end
         if self._ddp is not None:
-            state = {"algorithm": self._ddp.algorithm_state_dict(), "differ": replicas_differ(self._ddp)}
+            state = {"algorithm": algorithm_state(self._ddp), "differ": replicas_differ(self._ddp)}
         if state is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
