@@ -38,7 +38,7 @@ def transformers(device: str, name: str, folder: str) -> dict[str, Any]:
 
 def main(framework: str, folder: str, device: str) -> None:
     found = {}
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     dist.init_process_group("nccl" if device == "cuda" else "murmura")
     for name in ALGORITHMS:
         found |= accelerate(device, name) if framework == "accelerate" else transformers(device, name, folder)
