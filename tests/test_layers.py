@@ -44,7 +44,7 @@ THIRD_PARTIES = {"torch", "numpy"}
 EXTRA_THIRD_PARTIES = {
     "compressors": {"triton"},
     "tools.cli": {"typer", "rich"},
-    "integrations": {"murmura_c10d", "lightning", "pytorch_lightning", "accelerate", "ray"},
+    "integrations": {"murmura_c10d", "lightning", "pytorch_lightning", "accelerate", "transformers", "ray"},
     "tools.bench": {"mpi4py", "psutil"},
     "tools.doctor": {"psutil"},
     "tools.lab": {"psutil"},
