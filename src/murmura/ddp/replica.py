@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,6 +12,9 @@ from murmura.buckets import Bucket
 from murmura.buckets.flat import Allocate, FlatTensors, plain_memory
 from murmura.errors import ConfigError, UsageError
 from murmura.transports.base import Transport
+
+BROADCAST_BYTES = 250 * 2**20
+"""So much of a model is copied at a time to be broadcast."""
 
 
 class ModelReplica:
@@ -65,14 +68,16 @@ class ModelReplica:
     def broadcast(self, tensors: Sequence[Tensor], src: int, allocate: Allocate = plain_memory) -> None:
         """Overwrite `tensors` with those of rank `src`, in place, with one broadcast for each dtype and device.
 
-        Plain memory goes through a staging area that the transport keeps. `transport.allocate` gives memory that needs
-        none and is freed afterwards: slower to get, but right for what is large and sent rarely.
+        What is large is cut, so that no more than `BROADCAST_BYTES` or one tensor is copied at a time. Plain memory
+        goes through a staging area that the transport keeps. `transport.allocate` gives memory that needs none and is
+        freed afterwards: slower to get, but right for what is large and sent rarely.
         """
-        packing = FlatTensors(tensors)
-        flats = packing.allocate(allocate)
-        for flat in flats:
-            self.transport.broadcast(flat, src)
-        packing.write(flats)
+        for part in _parts(tensors):
+            packing = FlatTensors(part)
+            flats = packing.allocate(allocate)
+            for flat in flats:
+                self.transport.broadcast(flat, src)
+            packing.write(flats)
 
     def take_over(self, root: int, *, buffers: bool = True) -> None:
         """Overwrite the parameters, and `buffers` if so wished, with those of rank `root`, in place."""
@@ -97,8 +102,9 @@ class ModelReplica:
         wrapped = dict(zip(self.names, self.parameters, strict=True))
         for name in {**wrapped, **now}:
             if now.get(name) is not wrapped.get(name):
+                own = self.transport.reporter.own
                 raise UsageError(
-                    f"rank {self.transport.rank}: {name!r} was replaced, added or removed after wrapping, so the "
+                    f"rank {own}: {name!r} was replaced, added or removed after wrapping, so the "
                     "replicas' parameters of that name are not kept together. Wrap the model again: "
                     "DDP(ddp.into_inner(), ...)."
                 )
@@ -110,3 +116,17 @@ class ModelReplica:
     def trainable(self) -> list[int]:
         """The indices of the parameters that want a gradient now."""
         return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
+
+
+def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """`tensors` in order, in parts of at most `BROADCAST_BYTES`; one that is larger is a part of its own."""
+    part: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if part and size + tensor.nbytes > BROADCAST_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(tensor)
+        size += tensor.nbytes
+    if part:
+        yield part
