@@ -26,7 +26,7 @@ _EQUIVALENTS = {
     "fp16_compress": "GradientAllReduceAlgorithm(compressor=Cast(torch.float16))",
     "bf16_compress": "GradientAllReduceAlgorithm(compressor=Cast(torch.bfloat16))",
     "quantization": "ByteGradAlgorithm()",
-    "powerSGD": "GradientAllReduceAlgorithm(compressor=ErrorFeedback(MinMaxUInt8()))",
+    "powerSGD": "PowerSGDAlgorithm()",
     "post_localSGD": "Phased(GradientAllReduceAlgorithm(), until_round=..., then=LocalSGDAlgorithm(...))",
 }
 _ANY_EQUIVALENT = "an Algorithm of your own (docs/algorithms.md)"
