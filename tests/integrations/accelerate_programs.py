@@ -178,7 +178,6 @@ def two_models(algorithm: Algorithm, folder: Path) -> list[bool]:
             each.step()
             each.zero_grad()
         found.save_state()
-        found.wait_for_everyone()  # before the next one removes it
     before = [weights(first), weights(second)]
     states = [each.state_dict()["state"][0]["exp_avg"].clone() for each in steps]
     for module in (first, second):

@@ -139,9 +139,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             return copied(super().get_state_dict(model, unwrap))
 
     def save_state(self, *args: Any, **options: Any) -> Any:
-        """As Accelerate's, with the mean of the replicas and every rank's own state. Collective."""
+        """As Accelerate's, with the mean of the replicas and every rank's own state. Collective.
+
+        It returns when all ranks have written their files.
+        """
         with contextlib.ExitStack() as self._averaged:
-            return super().save_state(*args, **options)
+            location = super().save_state(*args, **options)
+        self.wait_for_everyone()
+        return location
 
     def load_state(self, *args: Any, **options: Any) -> None:
         """As Accelerate's; each rank goes on from its own state if there is one. Collective."""
