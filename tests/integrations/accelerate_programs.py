@@ -118,6 +118,7 @@ def refusals(folder: Path) -> list[str]:
     task = Task()
     found = accelerator(murmura.DiLoCoAlgorithm(2), task, kwargs_handlers=[DistributedDataParallelKwargs(dim=1)])
     refused(lambda: Accelerator(algorithm="diloco", fsdp_plugin=FullyShardedDataParallelPlugin()))
+    refused(lambda: accelerator(ADASUM, task))
     refused(lambda: found.prepare(murmura.DDP(model(task))))
     refused(lambda: found.prepare(model(task)))
     found = accelerator(murmura.GradientAllReduceAlgorithm(), task)
@@ -197,3 +198,4 @@ def two_models(algorithm: Algorithm, folder: Path) -> list[bool]:
 
 
 ALL_REDUCE: Any = "gradient_allreduce"
+ADASUM: Any = "adasum"

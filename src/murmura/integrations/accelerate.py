@@ -21,7 +21,7 @@ except ImportError as error:
         f"murmura.integrations.accelerate needs Accelerate: pip install 'murmura[accelerate]' ({error})"
     ) from error
 
-from murmura.algorithms import Algorithm
+from murmura.algorithms import Algorithm, algorithm_named
 from murmura.config import DistributedConfig
 from murmura.ddp import DDP
 from murmura.errors import ConfigError, UsageError
@@ -71,7 +71,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         return found
 
     def _begin(self, algorithm: Algorithm | str | None) -> None:
-        self._algorithm = algorithm
+        self._algorithm = algorithm_named(algorithm) if isinstance(algorithm, str) else algorithm
         self._ddps: list[DDP] = []
         self._averaged = contextlib.ExitStack()
         self._folder = ""
