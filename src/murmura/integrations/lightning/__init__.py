@@ -15,10 +15,11 @@ from __future__ import annotations
 
 try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
+    from lightning.pytorch.callbacks import WeightAveraging  # noqa: F401  # what came last of all that is needed
     from lightning.pytorch.strategies import StrategyRegistry as TrainerStrategies
 except ImportError as error:
     raise ImportError(
-        "murmura.integrations.lightning needs the package `lightning`: pip install 'murmura[lightning]'"
+        "murmura.integrations.lightning needs the package `lightning`, 2.6 or newer: pip install 'murmura[lightning]'"
     ) from error
 
 from murmura.algorithms import algorithm_names
