@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from murmura import Transport, run_world
+from murmura.launch.plan import num_cores
 
 # psutil has a module of its own for every system.
 NOT_A_UNIX = """
@@ -32,3 +33,12 @@ def test_murmura_is_imported_where_the_modules_of_unix_are_missing() -> None:
 def test_processes_start_where_the_affinity_of_a_process_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
     assert run_world(rank_of, 2, kind="processes", transport="gloo") == [0, 1]
+
+
+def test_the_cores_of_the_machine_count_where_the_affinity_of_a_process_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    for told, expected in ((6, 6), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda told=told: told)
+        assert num_cores() == expected
