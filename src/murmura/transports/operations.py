@@ -6,6 +6,8 @@ can do better overrides one of the last group, and a decorator hands each `do_` 
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -20,9 +22,9 @@ class Operations(Endpoint):
 
     device: torch.device | None = None
 
+    @abstractmethod
     def exchange(self, sends: Pairs, recvs: Pairs, *, timeout: float | None = None) -> None:
         """See `Transport`, which defines it."""
-        raise NotImplementedError
 
     def do_exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
         """Carry out `exchange`, whose arguments have been checked; runs in its turn, in some thread."""
