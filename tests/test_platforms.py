@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from murmura import Transport, run_world
 from murmura.launch.plan import num_cores
 
-# psutil has a module of its own for every system.
-NOT_A_UNIX = """
-import sys, psutil
-for name in ("fcntl", "resource", "pwd", "grp", "termios"):
-    sys.modules[name] = None
-import murmura, murmura.tools.cli.main
-print(murmura.run_world(lambda transport: transport.rank, 2))
-"""
-
 
 def rank_of(transport: Transport) -> int:
     return transport.rank
-
-
-def test_murmura_is_imported_where_the_modules_of_unix_are_missing() -> None:
-    done = subprocess.run([sys.executable, "-c", NOT_A_UNIX], capture_output=True, text=True, timeout=50)
-    assert (done.stdout, done.returncode) == ("[0, 1]\n", 0), done.stderr
 
 
 def test_processes_start_where_the_affinity_of_a_process_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
