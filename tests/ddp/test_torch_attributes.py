@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from ddp.models import backward, fill, number, on_ranks, weight
 from murmura import DDP, Transport, UsageError
+from murmura.ddp.replica import ModelReplica
 
 
 class Model(nn.Module):
@@ -127,6 +128,22 @@ def test_require_forward_param_sync_holds_back_the_buffers_of_one_round() -> Non
     assert on_ranks(run, 2) == [[0.0, 0.0], [1.0, 0.0]]
 
 
+def test_require_forward_param_sync_holds_back_the_buffers_of_a_round_that_begins_late() -> None:
+    def run(transport: Transport) -> float:
+        model = weight()
+        model.register_buffer("seen", torch.zeros(1))
+        ddp = DDP(model, transport)
+        ddp.eval()
+        ddp.module.seen.fill_(transport.rank)
+        ddp.require_forward_param_sync = False
+        backward(ddp, 1)
+        assert ddp.require_forward_param_sync
+        ddp.settle()
+        return ddp.module.seen.item()
+
+    assert on_ranks(run, 2) == [0.0, 1.0]
+
+
 class _Broken(torch.nn.Linear):
     @property
     def broken(self) -> float:
@@ -136,3 +153,51 @@ class _Broken(torch.nn.Linear):
 def test_an_error_inside_a_property_of_the_module_names_the_module() -> None:
     with closing(DDP(_Broken(1, 1))) as ddp, pytest.raises(AttributeError, match="'_Broken' object"):
         ddp.broken  # noqa: B018
+
+
+def test_the_arguments_can_be_read_under_torchs_names() -> None:
+    by_default = DDP(Model())
+    torchs = {"dim": 0, "device": torch.device("cpu"), "device_type": "cpu", "device_ids": None, "output_device": None}
+    torchs |= {"find_unused_parameters": False, "static_graph": False, "broadcast_buffers": True, "device_mesh": None}
+    torchs |= {"bucket_bytes_cap": 25 * 2**20, "broadcast_bucket_size": 250 * 2**20, "mixed_precision": None}
+    assert {name: getattr(by_default, name) for name in torchs} == torchs
+    by_default.close()
+    told = DDP(
+        Model(), find_unused_parameters=True, broadcast_buffers=False, bucket_cap_mb=1, ignore=["_hidden.weight"]
+    )
+    assert (told.find_unused_parameters, told.broadcast_buffers, told.bucket_bytes_cap) == (True, False, 2**20)
+    assert told.parameters_to_ignore == {"_hidden.weight"}
+    told.close()
+
+
+def test_scripts_that_declare_a_static_graph_late_and_wrap_again_run() -> None:
+    def run(transport: Transport) -> float:
+        module = weight()
+        first = DDP(module, transport)
+        first._set_static_graph()
+        assert first.static_graph
+        backward(first, transport.rank)
+        first._remove_autograd_hooks()
+        again = DDP(module, transport)
+        module.zero_grad()
+        backward(again, transport.rank)
+        return module.weight.grad.item()
+
+    assert on_ranks(run, 2) == [0.5, 0.5]
+
+
+def test_a_large_model_is_copied_in_parts_to_be_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("murmura.ddp.replica.BROADCAST_BYTES", 48)
+
+    def run(transport: Transport) -> tuple[list[float], list[int]]:
+        sizes: list[int] = []
+
+        def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+            sizes.append(numel)
+            return torch.empty(numel, dtype=dtype, device=device)
+
+        tensors = [torch.full((length,), float(transport.rank + 1)) for length in (4, 8, 30, 1)]
+        ModelReplica(nn.Identity(), transport, ()).broadcast(tensors, 1, allocate)
+        return [float(each.mean()) for each in tensors], sizes
+
+    assert on_ranks(run, 2) == [([2.0] * 4, [12, 30, 1])] * 2

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from murmura import run_world
-from sequences.actions import Net, Script, columns
+from sequences.actions import Net, Script, Switch, columns
 from sequences.drawing import draw_script
 from sequences.position import ALGORITHMS
 from sequences.rank import LONG_SECONDS, Told, run_scripts
@@ -97,11 +97,20 @@ def compare(script: Script, told: Sequence[Told]) -> Failure | None:
             errors = [f"rank {rank}: {told[rank].error}" for rank in ends]
             kinds = sorted({told[rank].error.partition(":")[0] for rank in ends})
             return Failure(script, at, f"action {at} raised\n" + "\n".join(errors), " and ".join(kinds))
-        if _all_equal([rows[at][is_parameter] for rows in wanted]):
+        if not _adds_corrections(script, at) and _all_equal([rows[at][is_parameter] for rows in wanted]):
             replicas = [each.rows[at][is_parameter] for each in told]
             if not _all_equal(replicas):
                 return Failure(script, at, f"action {at} leaves replicas that are not equal to the bit")
     return None
+
+
+def _adds_corrections(script: Script, at: int) -> bool:
+    """Whether the algorithm of action `at` adds mean - x to x: replicas then agree but for the last place.
+
+    In the simulation they may happen to be equal, in a world that sums in another order they need not be.
+    """
+    choices = [script.choice, *(each.choice for each in script.actions[: at + 1] if isinstance(each, Switch))]
+    return choices[-1].name == "async"
 
 
 def _difference(got: Tensor, wanted: Tensor, names: Sequence[str]) -> str:

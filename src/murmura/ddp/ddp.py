@@ -119,15 +119,14 @@ class DDP(TorchSurface):
         words.check_start(chosen)
         caps = words.bucket_bytes(bucket_size_bytes)
         self.module = module
-        self.device_ids, self.output_device, self.device_mesh = device_ids, output_device, device_mesh
-        self.bucket_bytes_cap_list = caps if bucket_cap_mb_list else []
         self.forward_sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self._torch_group = words.group
+        self.parameters_to_ignore = ignored_names(module, ignore)
+        self._show_arguments(words, caps)
         self._input_device = words.input_device(module)
         self._transport = transport_for(module, transport=given, process_group=words.group)
         try:
             channel = self._transport.channel("ddp").without_listeners()
-            self._replica = ModelReplica(module, channel, ignored_names(module, ignore), self.forward_sync_buffers)
+            self._replica = ModelReplica(module, channel, self.parameters_to_ignore, self.forward_sync_buffers)
             replica_checks.check_same_model(self._replica.transport, self._replica.describe())
             if init_sync:
                 self._replica.take_over(0, buffers=self.forward_sync_buffers or forward_sync_buffers is not None)

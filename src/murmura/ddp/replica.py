@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -12,6 +14,20 @@ from murmura.buckets import Bucket
 from murmura.buckets.flat import Allocate, FlatTensors, plain_memory
 from murmura.errors import ConfigError, UsageError
 from murmura.transports.base import Transport
+
+BROADCAST_BYTES = 250 * 2**20
+"""So much of a model is copied at a time to be broadcast."""
+
+KEPT_BYTES = 16 * 2**20
+"""Buffers on a GPU up to this size have flats of their own, which are kept from round to round."""
+
+
+class _Packed(NamedTuple):
+    """Tensors side by side in flats, whose parts are theirs."""
+
+    packing: FlatTensors
+    flats: list[Tensor]
+    parts: list[Tensor]
 
 
 class ModelReplica:
@@ -36,6 +52,7 @@ class ModelReplica:
         self.buckets: list[Bucket] = []
         self.moments_may_differ = False  # of optimizers that are not known yet, since weights were averaged
         self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._packed: _Packed | None = None  # tensors on a GPU that were broadcast last
         self.names = [name for name in parameters if name not in ignore]
         self.parameters = [parameters[name] for name in self.names]
         self.buffer_names = [name for name in buffers if name not in ignore]
@@ -43,7 +60,14 @@ class ModelReplica:
     @property
     def all_buffers(self) -> list[Tensor]:
         """Looked up each time: a module may put another tensor in the place of a buffer."""
-        return [self._module.get_buffer(name) for name in self.buffer_names]
+        owners: dict[str, nn.Module] = {}
+        found = []
+        for name in self.buffer_names:
+            owner, _, own_name = name.rpartition(".")
+            if owner not in owners:
+                owners[owner] = self._module.get_submodule(owner)
+            found.append(owners[owner].get_buffer(own_name))
+        return found
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -65,14 +89,34 @@ class ModelReplica:
     def broadcast(self, tensors: Sequence[Tensor], src: int, allocate: Allocate = plain_memory) -> None:
         """Overwrite `tensors` with those of rank `src`, in place, with one broadcast for each dtype and device.
 
-        Plain memory goes through a staging area that the transport keeps. `transport.allocate` gives memory that needs
-        none and is freed afterwards: slower to get, but right for what is large and sent rarely.
+        What is large is cut, so that no more than `BROADCAST_BYTES` or one tensor is copied at a time. Plain memory
+        goes through a staging area that the transport keeps. `transport.allocate` gives memory that needs none and is
+        freed afterwards: slower to get, but right for what is large and sent rarely.
         """
-        packing = FlatTensors(tensors)
-        flats = packing.allocate(allocate)
-        for flat in flats:
+        on_gpu = allocate is plain_memory and all(each.is_cuda for each in tensors)
+        if on_gpu and 0 < sum(each.nbytes for each in tensors) <= KEPT_BYTES:
+            self._broadcast_on_gpu(tensors, src)
+            return
+        for part in _parts(tensors):
+            packing = FlatTensors(part)
+            flats = packing.allocate(allocate)
+            for flat in flats:
+                self.transport.broadcast(flat, src)
+            packing.write(flats)
+
+    @torch.no_grad()
+    def _broadcast_on_gpu(self, tensors: Sequence[Tensor], src: int) -> None:
+        """The same where launches cost more than memory: flats are kept for the next time."""
+        packed = self._packed
+        if packed is None or not packed.packing.is_of(tensors):
+            packing = FlatTensors(tensors)
+            flats = packing.allocate(plain_memory)
+            packed = self._packed = _Packed(packing, flats, packing.parts(flats))
+        for flat, group in zip(packed.flats, packed.packing.groups, strict=True):  # one kernel copies all of a dtype
+            members, parts = [tensors[each] for each in group.members], [packed.parts[each] for each in group.members]
+            torch._foreach_copy_(parts, members)
             self.transport.broadcast(flat, src)
-        packing.write(flats)
+            torch._foreach_copy_(members, parts)
 
     def take_over(self, root: int, *, buffers: bool = True) -> None:
         """Overwrite the parameters, and `buffers` if so wished, with those of rank `root`, in place."""
@@ -97,8 +141,9 @@ class ModelReplica:
         wrapped = dict(zip(self.names, self.parameters, strict=True))
         for name in {**wrapped, **now}:
             if now.get(name) is not wrapped.get(name):
+                own = self.transport.reporter.own
                 raise UsageError(
-                    f"rank {self.transport.rank}: {name!r} was replaced, added or removed after wrapping, so the "
+                    f"rank {own}: {name!r} was replaced, added or removed after wrapping, so the "
                     "replicas' parameters of that name are not kept together. Wrap the model again: "
                     "DDP(ddp.into_inner(), ...)."
                 )
@@ -110,3 +155,17 @@ class ModelReplica:
     def trainable(self) -> list[int]:
         """The indices of the parameters that want a gradient now."""
         return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
+
+
+def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """`tensors` in order, in parts of at most `BROADCAST_BYTES`; one that is larger is a part of its own."""
+    part: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if part and size + tensor.nbytes > BROADCAST_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(tensor)
+        size += tensor.nbytes
+    if part:
+        yield part

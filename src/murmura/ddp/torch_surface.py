@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -10,11 +10,13 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from murmura.ddp.comm_hook import CommHook, Hook, check_hook, torch_group
+from murmura.ddp.replica import BROADCAST_BYTES
 from murmura.ddp.torch_join import ModelJoinHook
 from murmura.errors import UsageError
 
 if TYPE_CHECKING:
     from murmura.ddp.round_driver import RoundDriver
+    from murmura.ddp.torch_arguments import TorchArguments
 
 
 class Reducer:
@@ -32,12 +34,41 @@ class TorchSurface(nn.Module, Joinable):
     """The base of `DDP`: how the wrapper looks to code that was written for torch's class."""
 
     module: nn.Module
+    forward_sync_buffers: bool
+    parameters_to_ignore: set[str]
     _driver: RoundDriver
     _torch_group: Any
 
     def __init__(self) -> None:
         super().__init__()
         Joinable.__init__(self)
+
+    def _show_arguments(self, words: TorchArguments, bucket_bytes: Sequence[int]) -> None:
+        """Keep what torch's class was told under the public names it has there: scripts read them."""
+        self._torch_group = words.group
+        self.device_ids, self.output_device, self.dim = words.device_ids, words.output_device, words.dim
+        self.device_mesh, self.mixed_precision = words.device_mesh, words.mixed_precision
+        self.find_unused_parameters, self.static_graph = words.find_unused_parameters, words.static_graph
+        self.gradient_as_bucket_view = words.gradient_as_bucket_view
+        self.bucket_bytes_cap = bucket_bytes[-1]
+        self.bucket_bytes_cap_list = list(bucket_bytes) if words.bucket_cap_mb_list else []
+        self.broadcast_bucket_size = BROADCAST_BYTES
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the first parameter."""
+        first = next(self.module.parameters(), None)
+        return None if first is None else first.device
+
+    @property
+    def device_type(self) -> str | None:
+        """The type of the first parameter's device."""
+        return None if self.device is None else self.device.type
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether a round begins with rank 0's buffers, by the older of its two names."""
+        return self.forward_sync_buffers
 
     # The module
 
@@ -109,6 +140,14 @@ class TorchSurface(nn.Module, Joinable):
     def reducer(self) -> Reducer:
         """As far as torch's is called from outside: `reducer.prepare_for_backward([])`."""
         return Reducer(self._driver)
+
+    def _set_static_graph(self) -> None:
+        """What scripts call instead of giving static_graph=True. Nothing depends on it."""
+        self.static_graph = True
+
+    def _remove_autograd_hooks(self) -> None:
+        """What scripts call before they wrap the module anew: close the wrapper."""
+        self.close()
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Let `hook(state, bucket)` exchange each bucket from now on, as with torch's DistributedDataParallel.

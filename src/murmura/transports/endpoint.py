@@ -242,7 +242,7 @@ class Endpoint:
             with torch.inference_mode(inference), torch.cuda.stream(stream):
                 return self._executor.run(lambda: self._perform(name, work))
 
-        return self._executor.submit(f"{name} on rank {self.rank}", perform)
+        return self._executor.submit(f"{name} on rank {self.reporter.own}", perform)
 
     def submit_job(self, what: str, work: Callable[[], Any], operation: str = "exchange") -> Ticket:
         """Queue `work` for the communication thread; operations that it calls run there at once, as if called alone.
@@ -283,10 +283,6 @@ class Endpoint:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         return self._streams[device]
-
-    def keep_own_order(self) -> None:
-        """Let operations of this channel keep no order with those of other channels, on a GPU either."""
-        return
 
     def seconds(self, timeout: float | None) -> float:
         """The deadline of a call in seconds: its own `timeout`, or the transport's."""
