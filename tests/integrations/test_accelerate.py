@@ -76,8 +76,9 @@ def test_a_model_that_accelerate_compiles_is_kept_together(tmp_path: Path) -> No
 
 
 def test_what_does_not_work_is_refused(tmp_path: Path) -> None:
-    sharded, wrapped, dim, waiting, lonely = run(programs.refusals, 2, tmp_path)[0]
+    sharded, unknown, wrapped, dim, waiting, lonely = run(programs.refusals, 2, tmp_path)[0]
     assert "fsdp_plugin= shards the model" in sharded
+    assert "algorithm='adasum' is unknown" in unknown
     assert "Give it the bare model" in wrapped
     assert "dim" in dim
     assert "no_sync" in waiting
