@@ -36,8 +36,11 @@ class Run:
     """A model on one rank, its optimizer with moments, and batches that are a function of rank and step."""
 
     def __init__(self, transport: Transport, algorithm: Algorithm) -> None:
-        torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        random = torch.Generator().manual_seed(0)  # ranks are threads, which share torch's own
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0.0, 0.5, generator=random)
         self.ddp = DDP(model, transport, algorithm=algorithm)
         self.optimizer = torch.optim.Adam(self.ddp.parameters(), lr=0.1)
 

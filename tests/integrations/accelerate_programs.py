@@ -25,7 +25,11 @@ def accelerator(algorithm: Algorithm | None, task: Task, **options: Any) -> Any:
     from murmura.integrations.accelerate import Accelerator
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    options |= {"cpu": True, "gradient_accumulation_steps": task.accumulate, "mixed_precision": task.precision}
+    options |= {
+        "cpu": task.device == "cpu",
+        "gradient_accumulation_steps": task.accumulate,
+        "mixed_precision": task.precision,
+    }
     return accelerate.Accelerator(**options) if algorithm is None else Accelerator(algorithm=algorithm, **options)
 
 
@@ -97,7 +101,7 @@ def state_dicts(algorithm: Algorithm, task: Task, folder: Path) -> tuple[list[Te
     return weights(ddp), state, metrics
 
 
-def refusals() -> list[str]:
+def refusals(folder: Path) -> list[str]:
     from accelerate import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 
     import murmura
@@ -119,6 +123,9 @@ def refusals() -> list[str]:
     found = accelerator(murmura.GradientAllReduceAlgorithm(), task)
     ddp = found.prepare(model(task))
     assert found.prepare(ddp) is ddp
+    with found.no_sync(ddp):
+        ddp(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    refused(lambda: found.save_state(folder))
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -138,6 +145,56 @@ def triggered() -> list[Tensor]:
     with found.trigger_sync_in_backward(ddp):
         found.backward(second)
     return [*alone, ddp.module.weight.grad.clone()]
+
+
+def compiled(algorithm: Algorithm, task: Task, folder: Path) -> tuple[list[Tensor], list[Tensor], bool]:
+    """The weights of a model that Accelerate compiles, before and after it is loaded again, and those of the loop."""
+    found = accelerator(algorithm, task, dynamo_backend="eager")
+    ddp, steps, loader = prepared(found, task)
+    loop(found, ddp, steps, loader)
+    before = weights(ddp)
+    found.save_state(folder)
+    with torch.no_grad():
+        for parameter in ddp.parameters():
+            parameter.zero_()
+    found.load_state(folder)
+    is_found = found.ddp_of(found.unwrap_model(ddp, keep_torch_compile=False)) is ddp
+    return weights(ddp), plain(algorithm, task), is_found and all(map(torch.equal, before, weights(ddp)))
+
+
+def two_models(algorithm: Algorithm, folder: Path) -> list[bool]:
+    """Whether each rank gets two models and their optimizers back, saved under names that Accelerate makes."""
+    from accelerate.utils import ProjectConfiguration
+
+    naming = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=1)
+    found = accelerator(algorithm, Task(), project_config=naming)
+    modules = [nn.Linear(2, 1).double(), nn.Linear(3, 1).double()]
+    optimizers = [torch.optim.Adam(module.parameters()) for module in modules]
+    first, second, *steps = found.prepare(*modules, *optimizers)
+    for _ in range(5):
+        random = torch.rand(4, 5, dtype=torch.float64)
+        found.backward(first(random[:, :2] + dist.get_rank()).sum() + second(random[:, 2:] * dist.get_rank()).sum())
+        for each in steps:
+            each.step()
+            each.zero_grad()
+        found.save_state()
+        found.wait_for_everyone()  # before the next one removes it
+    before = [weights(first), weights(second)]
+    states = [each.state_dict()["state"][0]["exp_avg"].clone() for each in steps]
+    for module in (first, second):
+        torch.nn.init.zeros_(module.module.weight)
+    found.load_state()
+    after = [weights(first), weights(second)]
+    again = [each.state_dict()["state"][0]["exp_avg"] for each in steps]
+    return [
+        *(
+            torch.equal(*pair)
+            for one, other in zip(before, after, strict=True)
+            for pair in zip(one, other, strict=True)
+        ),
+        *map(torch.equal, states, again),
+        first.algorithm_state_dict()["round"] == 5,
+    ]
 
 
 ALL_REDUCE: Any = "gradient_allreduce"

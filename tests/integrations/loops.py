@@ -29,7 +29,8 @@ class Task:
 
     steps: int = 8
     accumulate: int = 1
-    precision: str = "no"  # as Accelerate calls it; "bf16" is autocast over float32 weights
+    precision: str = "no"  # as Accelerate calls it; "bf16" and "fp16" are autocast over float32 weights
+    device: str = "cpu"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,24 +60,33 @@ def batches(task: Task) -> list[Any]:
 
 
 def weights(module: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in module.parameters()]
+    return [parameter.detach().cpu().clone() for parameter in module.parameters()]
 
 
 def plain(algorithm: Algorithm | str, task: Task) -> list[Tensor]:
     """This rank's weights after the plain loop."""
-    with contextlib.closing(DDP(model(task), algorithm=algorithm)) as ddp:
+    with contextlib.closing(DDP(model(task).to(task.device), algorithm=algorithm)) as ddp:
         steps = optimizer(ddp.parameters())
-        for index, (inputs, targets) in enumerate(batches(task)):
-            is_last = (index + 1) % task.accumulate == 0
+        scaler = torch.amp.GradScaler(task.device, enabled=task.precision == "fp16")
+        for index, (inputs, targets) in enumerate(batches(task), 1):
+            is_last = index % task.accumulate == 0
             with contextlib.nullcontext() if is_last else ddp.no_sync():
-                with torch.autocast("cpu", torch.bfloat16, enabled=task.precision == "bf16"):
-                    outputs = ddp(inputs)
-                (nn.functional.mse_loss(outputs.to(task.dtype), targets) / task.accumulate).backward()
+                with autocast(task.device, task.precision):
+                    outputs = ddp(inputs.to(task.device))
+                loss = nn.functional.mse_loss(outputs.to(task.dtype), targets.to(task.device))
+                scaler.scale(loss / task.accumulate).backward()
             if is_last:
+                scaler.unscale_(steps)
                 nn.utils.clip_grad_norm_(ddp.parameters(), CLIP)
-                steps.step()
+                scaler.step(steps)
+                scaler.update()
                 steps.zero_grad()
         return weights(ddp.module)
+
+
+def autocast(device: str, precision: str) -> torch.autocast:
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    return torch.autocast(device, dtype, enabled=precision != "no")
 
 
 def far(first: list[Tensor], second: list[Tensor]) -> float:

@@ -48,7 +48,8 @@ def test_killed_and_resumed_is_as_never_stopped(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_all_ranks_decide_alike_and_keep_the_best(stops: bool, tmp_path: Path) -> None:
-    ranks = run(programs.best, 2, ALGORITHMS["low_precision_decentralized"], tmp_path, stops)
+    name = "low_precision_decentralized" if stops else "diloco"
+    ranks = run(programs.best, 2, ALGORITHMS[name], tmp_path, stops)
     assert len({(steps, checkpoint) for steps, checkpoint, *_ in ranks}) == 1
     for _, _, noted, again, found, loaded in ranks:
         assert again == pytest.approx(noted, abs=1e-6)  # the best one is loaded, and the mean was evaluated
@@ -60,3 +61,9 @@ def test_train_can_be_called_again(tmp_path: Path) -> None:
     (first, weights), (second, others) = run(programs.twice, 2, ALGORITHMS["diloco"], tmp_path)
     assert first == second
     assert far(weights, others) == 0.0
+
+
+def test_other_trainers_can_be_mixed_in_and_wrapped_models_cannot(tmp_path: Path) -> None:
+    for module, refusal in run(programs.subclassed, 2, ALGORITHMS["diloco"], tmp_path):
+        assert module == "murmura.integrations.accelerate"
+        assert "Give it the bare model" in refusal

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from integrations.loops import weights
+from integrations.loops import autocast, weights
 from murmura import DDP, Algorithm
 
 STEPS = 20
@@ -93,16 +93,18 @@ def trainer(algorithm: Algorithm | None, kind: str, folder: Path, accumulate: in
     return transformers.Trainer(**given) if algorithm is None else MurmuraTrainer(algorithm=algorithm, **given)
 
 
-def plain(algorithm: Algorithm, kind: str, batches: list[Any], accumulate: int, bf16: bool) -> list[Tensor]:
+def plain(
+    algorithm: Algorithm, kind: str, batches: list[Any], accumulate: int, precision: str, device: str = "cpu"
+) -> list[Tensor]:
     """The mean of the replicas after the plain loop."""
-    with contextlib.closing(DDP(model(kind), algorithm=algorithm)) as ddp:
+    with contextlib.closing(DDP(model(kind).to(device), algorithm=algorithm)) as ddp:
         steps = torch.optim.SGD(ddp.parameters(), lr=0.05)
         ddp.train()
         for index, batch in enumerate(batches, 1):
             is_last = index % accumulate == 0
             with contextlib.nullcontext() if is_last else ddp.no_sync():
-                with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                    loss = ddp(**batch)["loss"] / accumulate
+                with autocast(device, precision):
+                    loss = ddp(**{name: value.to(device) for name, value in batch.items()})["loss"] / accumulate
                 loss.backward()
             if is_last:
                 nn.utils.clip_grad_norm_(ddp.parameters(), CLIP)
@@ -138,7 +140,8 @@ def beside_the_plain_loop(
     options = {"accumulate": accumulate, "bf16": bf16, "average_tokens_across_devices": kind == "gpt2"}
     batches: list[Any] = []
     found = trained(algorithm, kind, folder, batches, **options)
-    return found, plain(algorithm, kind, batches, accumulate, bf16), trained(None, kind, folder, **options)
+    expected = plain(algorithm, kind, batches, accumulate, "bf16" if bf16 else "no")
+    return found, expected, trained(None, kind, folder, **options)
 
 
 def killed(algorithm: Algorithm, folder: Path) -> None:
@@ -211,3 +214,26 @@ def twice(algorithm: Algorithm, folder: Path) -> tuple[float, list[Tensor]]:
     found.train()
     found.train()
     return found.evaluate()["eval_loss"], weights(found.model)
+
+
+def subclassed(algorithm: Algorithm, folder: Path) -> list[str]:
+    """A trainer that is another subclass of Trainer too, and what a wrapped model gets."""
+    import transformers
+
+    import murmura
+    from murmura.integrations.transformers import MurmuraTrainer
+
+    class Both(MurmuraTrainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+        pass
+
+    found = trainer(algorithm, "gpt2", folder)
+    options = transformers.Seq2SeqTrainingArguments(str(folder), use_cpu=True, max_steps=2, report_to=[])
+    both = Both(model("gpt2"), options, train_dataset=found.train_dataset, algorithm=algorithm)
+    both.train()
+    messages = [type(both.accelerator).__module__]
+    wrapped = MurmuraTrainer(murmura.DDP(model("gpt2")), found.args, train_dataset=found.train_dataset)
+    try:
+        wrapped.train()
+    except murmura.UsageError as error:
+        messages.append(str(error))
+    return messages

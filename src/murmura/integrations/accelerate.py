@@ -179,8 +179,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
     def ddp_of(self, model: nn.Module) -> DDP | None:
         """The wrapper of `model`, which may be the wrapper itself; None if there is none."""
-        bare = self.unwrap_model(model)
-        return next((ddp for ddp in self._ddps if self.unwrap_model(ddp) is bare), None)
+        bare = self.unwrap_model(model, keep_torch_compile=False)
+        return next((ddp for ddp in self._ddps if self.unwrap_model(ddp, keep_torch_compile=False) is bare), None)
 
     def _refuse_lonely_ranks(self) -> None:
         if self.num_processes > 1:

@@ -183,7 +183,7 @@ class AppliedAlgorithm:
                     error.add_note(f"It was the exchange of {what}.")
                 self._failure = error
             finally:
-                ended.set_result(None)
+                ended.set_result(bucket.flat)  # with the tensor, or the future would not know which stream to follow
 
         self._background.start(what, [bucket.flat], work, "all_reduce")
 
