@@ -11,7 +11,7 @@ from torch import Tensor
 from murmura.collectives.deadline import Deadline
 from murmura.transports.checks import check_timeout, flatten
 from murmura.transports.checks import store as bring_back
-from murmura.transports.tagged_messages import Arrival, Inbox, Message, Receive, TaggedMessages
+from murmura.transports.tagged_messages import Arrival, Inbox, Message, Receive, SentMessage, TaggedMessages, fill
 
 if TYPE_CHECKING:
     from murmura.transports.process_group import ProcessGroupTransport
@@ -20,30 +20,29 @@ if TYPE_CHECKING:
 class ProcessGroupMessages(TaggedMessages):
     """See the module. `channel` is a group of its own, which it owns."""
 
+    channel: ProcessGroupTransport
+
     def __init__(self, channel: ProcessGroupTransport) -> None:
-        super().__init__(channel.rank, channel.world_size)
-        self.channel = channel
+        super().__init__(channel)
         self._inbox = Inbox()  # of messages to itself, which a group does not take
         self._in_flight: list[Any] = []  # works of sends: one that is dropped before it is received sends nothing
 
     def post_send(self, tensor: Tensor, dst: int, tag: int) -> Message:
-        self.channel.check_usable(f"send(dst={dst})")
         flat = flatten(tensor, self.channel.device)
         if dst == self.rank:
             copy = flat.clone()
-            self._inbox.arrive(Arrival(dst, tag, flat.nbytes, lambda out: _fill(out, copy)))
+            self._inbox.arrive(Arrival(dst, tag, flat.nbytes, lambda out: fill(out, copy.view(torch.uint8))))
             self._inbox.match()
-            return _OwnMessage(Receive(copy, dst, tag, arrived_from=dst))
+            return SentMessage(dst)
         # A copy, so that the sender waits for nobody who has not come to receive it.
         copy = flat.clone() if flat.data_ptr() == tensor.data_ptr() else flat
         work = self.channel._group.send([copy.view(torch.uint8)], dst, tag)
         self._in_flight = [each for each in self._in_flight if not each.is_completed()] + [work]
         return _GroupMessage(self, work, copy, None, [dst])
 
-    def post_recv(self, out: Tensor, src: int | None, tag: int) -> Message:
-        self.channel.check_usable("recv")
+    def post_recv(self, receive: Receive) -> Message:
+        out, src, tag = receive.out, receive.source, receive.tag
         if src == self.rank:
-            receive = Receive(out.detach(), src, tag)
             self._inbox.post(receive)
             return _OwnMessage(receive)
         flat = flatten(out, self.channel.device, load=False)
@@ -94,7 +93,3 @@ class _OwnMessage(Message):
         if self._receive.error is not None:
             raise self._receive.error
         assert self._receive.ended, "a rank that receives from itself must send first"
-
-
-def _fill(flat: Tensor, copy: Tensor) -> None:
-    flat.view(torch.uint8).copy_(copy.view(torch.uint8))
