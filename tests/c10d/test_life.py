@@ -249,8 +249,12 @@ def monitored() -> str:
     return str(caught.value)
 
 
-def test_monitored_barrier_names_who_is_missing() -> None:
-    told = run(monitored, 3)
+HOSTS = {"shared memory": [0, 0, 0], "gloo": [0, 1, 2], "hierarchical": [0, 0, 1]}
+
+
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+def test_monitored_barrier_names_who_is_missing(hosts: list[int]) -> None:
+    told = run(monitored, 3, hosts=hosts)
     assert told[0].startswith("Rank 2 failed")
     assert "Rank 1 successfully reached" in told[1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 
 from contracts.cases import random
-from murmura import PeerTimeout, Transport, UsageError
+from murmura import PeerTimeout, Transport, TransportError, UsageError
+from murmura.transports.process_group_messages import ProcessGroupMessages
 from murmura.transports.shared_memory import tagged_messages
 from murmura.transports.shared_memory.control_block import ASLEEP
 from worlds import World, those
 
+FAST_GLOO = [pytest.param(World("gloo", "processes", "gloo"), id="gloo_fast")]
 HAVE_THEM = those(lambda world: world.name not in ("exchange_only", "throttled"))
 LENGTHS = (0, 1, 1001, 300_007)
 
@@ -199,6 +202,129 @@ def give_up_in_time(transport: Transport) -> None:
 @pytest.mark.parametrize("world", HAVE_THEM)
 def test_every_thread_has_its_own_deadline(world: World) -> None:
     world.run(give_up_in_time, 2, timeout=20)
+
+
+def poll(transport: Transport) -> None:
+    """Whoever only asks whether a message has come learns it; the tensor then holds it."""
+    messages, peer = transport.tagged_messages(), 1 - transport.rank
+    for out in (torch.zeros(3), torch.zeros(3, 2)[:, 0]):
+        received = messages.irecv(out, peer, 5)
+        transport.barrier()
+        assert not received.done()
+        transport.barrier()
+        assert messages.isend(torch.full((3,), 1.0 + transport.rank), peer, 5).done()
+        until = time.monotonic() + 20
+        while not received.done():
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert out.tolist() == [1.0 + peer] * 3
+        assert received.source == peer
+    transport.barrier()
+    messages.close()
+
+
+@pytest.mark.parametrize("world", [*HAVE_THEM, *FAST_GLOO])
+def test_polling_ends(world: World) -> None:
+    world.run(poll, 2)
+
+
+def hold_nothing(transport: Transport) -> None:
+    """Messages of one tag were received, one of another tag was not."""
+    messages, out = transport.tagged_messages(), torch.zeros(1000)
+    assert isinstance(messages, ProcessGroupMessages)
+    if transport.rank == 0:
+        messages.isend(out, 1, 7).wait()
+        for _ in range(50):
+            messages.isend(out, 1, 0).wait()
+        transport.barrier()
+        until = time.monotonic() + 20
+        while messages._streams.in_flight() > 1:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+    else:
+        for _ in range(50):
+            messages.irecv(out, 0, 0).wait()
+        transport.barrier()
+    transport.barrier()
+    if transport.rank == 1:
+        messages.irecv(out, 0, 7).wait()
+    messages.close()  # by rank 0 while the last message may still be on its way
+
+
+def test_a_group_holds_no_message_that_was_received() -> None:
+    FAST_GLOO[0].values[0].run(hold_nothing, 2)
+
+
+def to_itself(transport: Transport) -> None:
+    """A rank receives from itself what another of its threads sends later, and else gives up in time."""
+    messages, rank = transport.tagged_messages(), transport.rank
+    out = torch.zeros(2)
+    received = messages.irecv(out, rank, 1)
+    assert not received.done()
+    thread = threading.Thread(target=lambda: messages.isend(torch.ones(2), rank, 1).wait())
+    thread.start()
+    received.wait(20)
+    thread.join()
+    assert out.tolist() == [1.0, 1.0]
+    began = time.monotonic()
+    with pytest.raises(PeerTimeout, match=rf"recv\(src={rank}, tag=2\)"):
+        messages.irecv(out, rank, 2).wait(0.3)
+    assert 0.3 <= time.monotonic() - began < 10
+    transport.barrier()
+    messages.close()
+
+
+@pytest.mark.parametrize("world", [*HAVE_THEM, *FAST_GLOO])
+def test_a_rank_receives_from_itself(world: World) -> None:
+    world.run(to_itself, 2, timeout=20)
+
+
+def name_their_own(transport: Transport) -> list[str]:
+    """Threads that wait for different ranks name them, when the transport is aborted under them."""
+    messages, told = transport.tagged_messages(), []
+    if transport.rank == 0:
+
+        def wait_for(peer: int) -> None:
+            with pytest.raises(TransportError) as caught:
+                messages.irecv(torch.zeros(1), peer, peer).wait()
+            told.append(str(caught.value.operation))
+
+        threads = [threading.Thread(target=wait_for, args=(peer,)) for peer in (1, 2)]
+        for thread in threads:
+            thread.start()
+        with pytest.raises(PeerTimeout, match="recv\\(src=any, tag=3\\)"):
+            messages.irecv(torch.zeros(1), None, 3).wait(0.3)
+        for thread in threads:
+            thread.join(10)
+    transport.barrier()
+    messages.close()
+    return sorted(told)
+
+
+@pytest.mark.parametrize("world", [*HAVE_THEM, *FAST_GLOO])
+def test_errors_of_several_threads_name_the_operation_of_each(world: World) -> None:
+    assert world.run(name_their_own, 3, timeout=20)[0] == ["recv(src=1, tag=1)", "recv(src=2, tag=2)"]
+
+
+def close_under_a_wait(transport: Transport, how: str) -> None:
+    messages = transport.tagged_messages()
+    if transport.rank == 0:
+        received = messages.irecv(torch.zeros(1), 1, 1)
+        end = messages.close if how == "close" else lambda: transport.abort(RuntimeError("stop"))
+        threading.Timer(0.2, end).start()
+        began = time.monotonic()
+        with pytest.raises(TransportError):
+            received.wait()
+        assert time.monotonic() - began < 5
+        assert received.done()
+    with contextlib.suppress(TransportError):  # rank 1 waits here until the other has aborted, or comes
+        transport.barrier()
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+@pytest.mark.parametrize("world", [*HAVE_THEM, *FAST_GLOO])
+def test_whoever_closes_or_aborts_ends_the_waits(world: World, how: str) -> None:
+    world.run(close_under_a_wait, 2, how, timeout=20)
 
 
 def refuse(transport: Transport) -> None:
