@@ -176,3 +176,21 @@ def test_a_ticket_made_by_hand() -> None:
     ticket.finish(7)
     assert ticket.done()
     assert ticket.wait() == 7
+
+
+def test_a_call_after_close_runs_once_what_still_runs_has_ended() -> None:
+    executor = SerialExecutor("test")
+    gate, entered = threading.Event(), threading.Event()
+    ticket = executor.submit("first", lambda: entered.set() or gate.wait(10))
+    entered.wait(10)
+    closing = threading.Thread(target=executor.close)
+    closing.start()
+    while not executor._closed:
+        closing.join(0.001)
+    later = threading.Thread(target=lambda: executor.submit("later", lambda: executor.run(lambda: None)).wait())
+    later.start()
+    gate.set()
+    for thread in (later, closing):
+        thread.join(10)
+        assert not thread.is_alive()
+    assert ticket.done()

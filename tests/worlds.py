@@ -34,7 +34,14 @@ class ExchangeOnly(Transport):
     """A backend that writes only what it must, over another transport: every collective is the inherited one."""
 
     def __init__(self, inner: Transport) -> None:
-        super().__init__(inner.rank, inner.world_size, hosts=inner.hosts, timeout=inner.timeout, name="exchange-only")
+        super().__init__(
+            inner.rank,
+            inner.world_size,
+            hosts=inner.hosts,
+            timeout=inner.timeout,
+            name="exchange-only",
+            world_ranks=inner.world_ranks,
+        )
         self._inner = inner
 
     def do_exchange(self, sends: Any, recvs: Any, timeout: float | None) -> None:

@@ -502,3 +502,13 @@ def test_a_trace_around_a_fault_holds_its_error_and_one_inside_does_not() -> Non
     assert traces[0] == [[""], ["", "RuntimeError: rank 0 raised in barrier #2, as asked."]]
     assert [error.partition(":")[0] for error in traces[1][1]] == ["", "PeerLost"]
     assert traces[1][0] == traces[1][1]
+
+
+def test_what_a_model_plans_by_is_that_of_the_transport_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = InProcessTransport.create_group(1)[0]
+    monkeypatch.setattr(inner, "has_spare_core", lambda: False)
+    monkeypatch.setattr(inner, "device", torch.device("cpu"))
+    traced = TracedTransport(inner)
+    assert not traced.has_spare_core()
+    assert traced.device == torch.device("cpu")
+    traced.close()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contracts.cases import REDUCIBLE, digest, random
 from contracts.test_broadcast import special_bits
-from murmura import Transport
+from murmura import PeerTimeout, Transport
 from worlds import World, pairs, those
 
 LENGTHS = (0, 1, 3, 1001, 300_007)
@@ -365,3 +365,42 @@ def use_channels_in_threads(transport: Transport) -> list[float]:
 
 def test_threads_on_channels_of_their_own(world: World) -> None:
     assert world.run(use_channels_in_threads, 2) == [[1.0, 2.0]] * 2
+
+
+def wait_too_short(transport: Transport) -> str | None:
+    group = transport.subgroup([1, 2])
+    if group is None or transport.rank == 2:
+        transport.barrier()
+        if group is not None:
+            group.all_reduce(torch.ones(1))
+        return None
+    ticket = group.all_reduce(torch.ones(1), async_op=True)
+    with pytest.raises(PeerTimeout) as late:
+        ticket.wait(0.01)
+    transport.barrier()
+    ticket.wait()
+    return str(late.value)
+
+
+def test_a_ticket_of_a_subgroup_names_the_rank_of_the_world(world: World) -> None:
+    assert "all_reduce on rank 1 had not ended" in world.run(wait_too_short, 3)[1]
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def hear(self) -> None:
+        self.count += 1
+
+
+def count_calls(transport: Transport) -> int:
+    counter = Counter()
+    transport.before_collectives(counter.hear)
+    for length in (3, 3, 200_000):  # small ones are prepared for their next call
+        transport.all_reduce(torch.ones(length))
+    return counter.count
+
+
+def test_a_listener_hears_once_of_an_all_reduce(world: World) -> None:
+    assert world.run(count_calls, 2) == [3, 3]

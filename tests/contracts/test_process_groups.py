@@ -448,3 +448,28 @@ def test_closing_ends_what_still_waits(tmp_path: Path) -> None:
     assert kind == "TransportClosed"
     assert seconds < 2
     assert other[0] == "PeerLost"
+
+
+def abort_during(launcher: Transport, folder: Path) -> tuple[str, float]:
+    """Rank 0 aborts in one thread while its own operation waits in another; rank 1 never comes."""
+    transport = join(launcher, folder)
+    transport.barrier()
+    if launcher.rank == 1:
+        launcher.barrier()
+        transport.close()
+        return "", 0.0
+    ticket: Any = transport.all_reduce(torch.ones(3), async_op=True)
+    with pytest.raises(PeerTimeout):
+        ticket.wait(0.1)  # it is under way
+    began = time.monotonic()
+    transport.abort(RuntimeError("enough"))
+    with pytest.raises(TransportError) as ended:
+        ticket.wait(SECONDS)
+    seconds = time.monotonic() - began
+    launcher.barrier()
+    transport.close()
+    return type(ended.value).__name__, seconds
+
+
+def test_an_abort_ends_what_still_waits(tmp_path: Path) -> None:
+    assert run_ranks(abort_during, 2, tmp_path)[0][1] < 2

@@ -76,6 +76,9 @@ REFUSALS: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "bad in an asynchronous exchange": (
         lambda t: t.exchange([(torch.ones(3), t.rank)], [], async_op=True), UsageError, ("itself",),
     ),
+    "scatter of another shape to oneself": (
+        lambda t: t.scatter([torch.ones(1)] * 3, t.rank, out=torch.ones(4)), UsageError, ("float32[1]", "float32[4]"),
+    ),
     "subgroup of nobody": (lambda t: t.subgroup([]), UsageError, ("at least one",)),
     "subgroup with a rank twice": (lambda t: t.subgroup([0, 1, 1]), UsageError, ("twice",)),
     "subgroup with an unknown rank": (lambda t: t.subgroup([0, 5]), UsageError, ("5", "0 to 2")),

@@ -128,6 +128,22 @@ def test_require_forward_param_sync_holds_back_the_buffers_of_one_round() -> Non
     assert on_ranks(run, 2) == [[0.0, 0.0], [1.0, 0.0]]
 
 
+def test_require_forward_param_sync_holds_back_the_buffers_of_a_round_that_begins_late() -> None:
+    def run(transport: Transport) -> float:
+        model = weight()
+        model.register_buffer("seen", torch.zeros(1))
+        ddp = DDP(model, transport)
+        ddp.eval()
+        ddp.module.seen.fill_(transport.rank)
+        ddp.require_forward_param_sync = False
+        backward(ddp, 1)
+        assert ddp.require_forward_param_sync
+        ddp.settle()
+        return ddp.module.seen.item()
+
+    assert on_ranks(run, 2) == [0.0, 1.0]
+
+
 class _Broken(torch.nn.Linear):
     @property
     def broken(self) -> float:

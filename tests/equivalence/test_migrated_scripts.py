@@ -75,7 +75,7 @@ def test_a_migrated_script_gives_the_same(names: tuple[str, ...], tmp_path: Path
 
 @pytest.mark.slow
 def test_a_migrated_script_gives_the_same_under_torchrun(tmp_path: Path) -> None:
-    # Two ranks: torch adds thirds where DDP divides a sum by three, and AdamW magnifies the last place of tiny gradients.
+    # Two ranks: torch adds thirds where DDP divides a sum by three, and AdamW magnifies tiny differences.
     scripts = both_versions("plain_loop", tmp_path)
     for script in scripts:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from murmura import DistributedConfig, RendezvousError, SharedMemoryTransport, connect
+from murmura import DistributedConfig, RendezvousError, SharedMemoryTransport, TransportError, connect
 from murmura.transports.shared_memory.rendezvous import socket_address
 
 SECONDS = 20.0
@@ -97,3 +97,14 @@ def test_the_name_of_the_meeting_point_tells_nothing_of_the_secret_and_a_wrong_o
     rendezvous = [address for address in addresses if ":" not in address]  # the others announce a rank's choice
     assert len(rendezvous) == 5  # to sign in and to share memory, twice; and to sign in
     assert len(set(rendezvous)) == 2
+
+
+def test_a_rank_that_cannot_map_the_segment_keeps_no_descriptor(monkeypatch):
+    def refuse(*args):
+        raise TransportError("no address space")
+
+    monkeypatch.setattr("murmura.transports.shared_memory.transport.Segment", refuse)
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransportError):
+        SharedMemoryTransport.join(f"keeps-no-descriptor-{os.getpid()}", 0, 1)
+    assert sorted(os.listdir("/proc/self/fd")) == before

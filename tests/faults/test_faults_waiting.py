@@ -50,6 +50,16 @@ def test_a_warning_comes_after_ten_seconds_and_then_ever_less_often(monkeypatch,
     )
 
 
+def test_a_wait_that_has_its_deadline_elsewhere_names_none(monkeypatch, caplog):
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    deadline = stalls.WaitDeadline(Reporter(2, range(8)), "all_reduce #7")
+    now += 10.0
+    with caplog.at_level(logging.WARNING, "murmura"):
+        deadline.check([0])
+    assert caplog.messages == ["rank 2 has waited 10 s for rank 0 in all_reduce #7."]
+
+
 def test_processes_that_stall_say_for_whom_they_wait():
     timeout = 2.0
     with World("processes", 3, wait_for_one, 1, 0.2, timeout=timeout) as world:

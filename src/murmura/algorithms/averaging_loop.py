@@ -88,10 +88,11 @@ class AveragingLoop:
             # An average under way is finished first. If it times out, its own error names the peer: let that come.
             self._thread.join(self._channel.timeout + MARGIN_SECONDS)
             if self._thread.is_alive():
+                own = self._channel.reporter.own
                 raise PeerTimeout(
-                    f"rank {self._channel.rank} waited {self._channel.timeout:.1f} s for the average under way to end, "
+                    f"rank {own} waited {self._channel.timeout:.1f} s for the average under way to end, "
                     "and it has not. Are the other ranks stuck, or is the timeout shorter than an average takes?",
-                    rank=self._channel.rank,
+                    rank=own,
                     operation="stopping the averages",
                 )
         self._raise_error()

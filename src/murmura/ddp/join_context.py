@@ -156,7 +156,7 @@ class UnevenInputs:
             is_last = False
             if self._throws:
                 raise UsageError(
-                    f"Rank {self._model.channel.rank} exhausted all inputs, and others have not. "
+                    f"Rank {self._model.channel.reporter.own} exhausted all inputs, and others have not. "
                     "throw_on_early_termination=True asks for this error; leave it out to train on with the others."
                 )
             self._shadow(stage)

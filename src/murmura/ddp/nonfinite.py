@@ -30,8 +30,9 @@ class NonFinitePolicy:
         if self.skips_step:
             log.warning("the step of round %d is skipped: the gradient of %r is not finite", number, name)
         elif name is not None:
+            own = self._replica.transport.reporter.own
             raise NonFiniteGradient(
-                f"rank {self._replica.transport.rank}: the gradient of {name!r} holds an infinity or a NaN in round "
+                f"rank {own}: the gradient of {name!r} holds an infinity or a NaN in round "
                 f"{number}. Lower the learning rate, clip, or look at the batch; with nonfinite='skip_step' such steps "
                 "are left out."
             )

@@ -102,8 +102,9 @@ class ModelReplica:
         wrapped = dict(zip(self.names, self.parameters, strict=True))
         for name in {**wrapped, **now}:
             if now.get(name) is not wrapped.get(name):
+                own = self.transport.reporter.own
                 raise UsageError(
-                    f"rank {self.transport.rank}: {name!r} was replaced, added or removed after wrapping, so the "
+                    f"rank {own}: {name!r} was replaced, added or removed after wrapping, so the "
                     "replicas' parameters of that name are not kept together. Wrap the model again: "
                     "DDP(ddp.into_inner(), ...)."
                 )

@@ -21,7 +21,8 @@ def check_same_model(transport: Transport, lines: Sequence[str]) -> None:
         return
     at = first_difference(texts)
     assert at is not None
-    rows = "\n".join(f"  rank {rank}: {text[at] if at < len(text) else '(nothing)'}" for rank, text in enumerate(texts))
+    held = [text[at] if at < len(text) else "(nothing)" for text in texts]
+    rows = "\n".join(f"  rank {rank}: {line}" for rank, line in zip(transport.world_ranks, held, strict=True))
     raise ReplicaDivergence(
         f"the ranks wrap different models; the first difference is entry {at} of parameters and buffers:\n{rows}\n"
         "Build the same model on every rank before wrapping it."
@@ -43,7 +44,8 @@ def check_same_values(transport: Transport, names: Sequence[str], tensors: Seque
     for other in raw[1:]:
         differs |= (other != raw[0]).any(dim=1)
     element = int(differs.nonzero()[0])
-    values = "\n".join(f"  rank {rank}: {each[element].item()!r}" for rank, each in enumerate(held))
+    of_ranks = zip(transport.world_ranks, held, strict=True)
+    values = "\n".join(f"  rank {rank}: {each[element].item()!r}" for rank, each in of_ranks)
     raise ReplicaDivergence(
         f"the replicas have drifted apart: {names[at]!r} is the first that differs, in {int(differs.sum())} of "
         f"{differs.numel()} elements; element {element} is\n{values}\n"

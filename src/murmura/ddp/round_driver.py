@@ -223,7 +223,9 @@ class RoundDriver:
         self._take_in_thawed()
         self.reducer.plan(wanted=self._exchanges_gradients)
         self.algorithm.before_forward()
-        self.settling.buffers_pending = self._broadcasts_buffers and not self._exchanges_weights
+        is_wanted = self._broadcasts_buffers and self.requires_buffers
+        self.settling.buffers_pending = is_wanted and not self._exchanges_weights
+        self.requires_buffers = True
 
     def _verify_if_due(self) -> None:
         if self.joining.uneven.active:  # ranks out of data do no step

@@ -32,7 +32,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class TorchArguments:
-    """What was given to a DDP in torch's words. `settled` turns it into what this library understands."""
+    """What was given to a DDP in torch's words."""
 
     process_group: Any = None
     device_ids: Any = None

@@ -1,8 +1,9 @@
 """The contract of a transport: how a tensor gets from rank to rank.
 
 The author of a transport writes `do_exchange` and `split`; every collective is inherited, as a ring or a tree over
-`exchange`. A transport that can do better overrides `all_reduce_flat`, `broadcast_flat` or `do_barrier`; one that holds
-resources overrides `on_close`, `on_abort` and `release`. What holds for all:
+`exchange`. A transport that can do better overrides `all_reduce_flat`, `broadcast_flat`, `all_gather_flat`,
+`reduce_scatter_flat` or `do_barrier`; one that holds resources overrides `on_close`, `on_abort` and `release`. What
+holds for all:
 
 - Operations of one channel run in the order they were called, one at a time, and every rank calls the same
   collectives in the same order. What must not wait for the rest goes on a channel of its own (`split`).

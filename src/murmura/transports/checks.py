@@ -181,6 +181,8 @@ def check_scatter(
     check_writable(out)
     if rank == src:
         check_list(tensors, world_size, "tensors")
+        if tensors is not None and describe(tensors[rank]) != describe(out):
+            raise UsageError(f"rank {rank} scatters {describe(tensors[rank])} to itself but wants {describe(out)}.")
 
 
 def check_all_to_all(

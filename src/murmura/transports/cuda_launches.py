@@ -260,8 +260,14 @@ class CudaLaunches:
 
     def drain(self) -> None:
         """Let the host wait until the device has done all launches, or the watchdog has given up on one."""
-        while self._pending and not _is_done(self._pending[-1].ended):
+        while True:
+            try:
+                newest = self._pending[-1]
+            except IndexError:  # the watchdog, which forgets what is done, has just forgotten the last
+                return
             owner = self._owner()
+            if _is_done(newest.ended):
+                return
             if owner is None or owner.failure is not None:
                 return
             time.sleep(0.001)

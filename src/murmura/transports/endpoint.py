@@ -242,7 +242,7 @@ class Endpoint:
             with torch.inference_mode(inference), torch.cuda.stream(stream):
                 return self._executor.run(lambda: self._perform(name, work))
 
-        return self._executor.submit(f"{name} on rank {self.rank}", perform)
+        return self._executor.submit(f"{name} on rank {self.reporter.own}", perform)
 
     def submit_job(self, what: str, work: Callable[[], Any], operation: str = "exchange") -> Ticket:
         """Queue `work` for the communication thread; operations that it calls run there at once, as if called alone.

@@ -73,7 +73,7 @@ class LaunchingTransport(Transport):
             work = probe.operation(name, sent, work, in_background=True)
         run = partial(self.run_in_turn, name, work)
         with profiling.event(name) if is_profiled() else contextlib.nullcontext():
-            return self.launches.run_beside(f"{name} on rank {self.rank}", run, tensors)
+            return self.launches.run_beside(f"{name} on rank {self.reporter.own}", run, tensors)
 
     def _run_staged(self, work: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
         with self.host_waiting(with_current=any(tensor.is_cuda for tensor in tensors)):

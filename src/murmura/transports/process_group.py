@@ -18,6 +18,7 @@ from torch import Tensor
 
 from murmura.collectives import ring
 from murmura.collectives.deadline import Deadline
+from murmura.collectives.reduction import BITWISE
 from murmura.errors import ConfigError, PeerTimeout, RendezvousError, TransportError, UsageError
 from murmura.transports import agreement, group_messages
 from murmura.transports.base import Pairs
@@ -201,8 +202,7 @@ class ProcessGroupTransport(LaunchingTransport):
     def on_abort(self, error: BaseException) -> None:
         if self._failure_log is not None and not self.closed:
             self._failure_log.announce_exit(ExitNotice.of(error, self.reporter.own))
-        if self._on_cuda:
-            self._break_off()  # or kernels that wait for peers would hold up the device
+        self._break_off()  # ends waits inside torch, and on CUDA kernels that would hold up the device
 
     def on_close(self) -> None:
         if self._failure_log is not None and self.failure is None:
@@ -231,7 +231,7 @@ class ProcessGroupTransport(LaunchingTransport):
         self.compare_calls(call, timeout)
         if flat_out is not flat_in:
             flat_out.copy_(flat_in)
-        if flat_out.dtype not in group_messages.NATIVE_DTYPES:
+        if flat_out.dtype not in group_messages.NATIVE_DTYPES or (self._on_cuda and op in BITWISE):
             ring.all_reduce(self, flat_out, op, timeout=self.seconds(timeout))
             return
         # The sum may exceed the range of float16 where the mean does not.

@@ -137,14 +137,14 @@ class SerialExecutor:
             self._settle(ticket, work)
             return ticket
         with self._submitting:
-            if self._closed:
-                self._settle(ticket, work)
+            if not self._closed:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._serve, name=f"murmura-{self._name}", daemon=True)
+                    self._thread.start()
+                self._num_submitted += 1
+                self._jobs.put((ticket, work))
                 return ticket
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=f"murmura-{self._name}", daemon=True)
-                self._thread.start()
-            self._num_submitted += 1
-            self._jobs.put((ticket, work))
+        self._settle(ticket, work)  # without the lock: `work` may run an operation, which comes here again
         return ticket
 
     def run_job(self, operation: str, work: Callable[[], Any]) -> Ticket:

@@ -10,6 +10,7 @@ program caught the error and went on, it waits for nobody. Ranks here are those 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -105,7 +106,8 @@ class WaitDeadline(Deadline):
         if waited >= self._warn_after and not self._grace:
             self._warn_after *= 2
             log.warning(
-                "rank %d has waited %.0f s for %s in %s; it gives up after %.0f s.%s",
-                self._reporter.own, waited, name_ranks(self._reporter.names(awaited)), self._operation, self.timeout,
+                "rank %d has waited %.0f s for %s in %s%s.%s",
+                self._reporter.own, waited, name_ranks(self._reporter.names(awaited)), self._operation,
+                "" if self.timeout == math.inf else f"; it gives up after {self.timeout:.0f} s",
                 f" {state}" if state else "",
             )  # fmt: skip

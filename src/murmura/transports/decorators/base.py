@@ -59,12 +59,19 @@ class TransportWrapper(Transport):
     def on_close(self) -> None:
         self.inner.close()
 
+    def has_spare_core(self) -> bool:
+        return self.inner.has_spare_core()
+
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         return self.inner.allocate(numel, dtype, device)
 
 
 class TransportDecorator(TransportWrapper):
     """A wrapper that hands every operation to `inner`; a subclass says in `around` what else happens."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self.device = transport.device  # buckets are planned by it
 
     @abstractmethod
     def around(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any]) -> Any:

@@ -33,6 +33,8 @@ class ManagedGroup(ProcessGroupTransport):
     def abort(self, error: BaseException) -> None:
         if self.failure is None:
             self.failure = error
+            for split in list(self._splits):
+                split.abort(error)
 
     def break_off(self, error: BaseException) -> None:
         """Fail, and close the connections, so that waits here and waits of peers for this rank end."""

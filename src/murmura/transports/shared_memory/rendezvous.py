@@ -42,6 +42,11 @@ class Handles:
     own_life: int  # to be kept open as long as this rank lives; -1 if there is no need
     cards: tuple[str, ...]  # what each rank said of itself
 
+    def close(self) -> None:
+        for fd in (self.segment_fd, *self.life_fds, self.own_life):
+            if fd >= 0:
+                os.close(fd)
+
 
 def socket_address(key: str) -> str:
     """The abstract socket address of the job that `key` names; different users never share one."""
@@ -90,9 +95,7 @@ def sign_in(
         met = meet(key, rank, world_size, nothing, timeout, secret=secret, watch=watch, card=card)
     finally:
         os.close(nothing)
-    for fd in (met.segment_fd, *met.life_fds, met.own_life):
-        if fd >= 0:
-            os.close(fd)
+    met.close()
     return met.cards
 
 

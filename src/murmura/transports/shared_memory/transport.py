@@ -108,8 +108,12 @@ class SharedMemoryTransport(Transport):
         finally:
             if segment_fd is not None:
                 os.close(segment_fd)
-        segment = Segment(met.segment_fd, rank, world_size)
-        segment.take(block_bytes(world_size))  # the first range of every arena, so peers know where it is
+        try:
+            segment = Segment(met.segment_fd, rank, world_size)
+            segment.take(block_bytes(world_size))  # the first range of every arena, so peers know where it is
+        except BaseException:
+            met.close()
+            raise
         blocks = [peer * segment.arena_bytes for peer in range(world_size)]
         transport = cls(segment, rank, blocks, met.life_fds, hosts=hosts, timeout=timeout, world_ranks=world_ranks)
         transport._owns_segment = True
@@ -210,8 +214,6 @@ class SharedMemoryTransport(Transport):
     ) -> Any:
         if timeout is not None:
             check_timeout(timeout)
-        if self._listeners.members:
-            self.announce()
         if out is None and not async_op:
             try:
                 prepared = self._prepared.get((tensor.data_ptr(), tensor.shape, tensor.dtype, op))
@@ -226,6 +228,8 @@ class SharedMemoryTransport(Transport):
                 and not is_profiled()
                 and get_ident() == self._main_thread
             ):
+                if self._listeners.members:
+                    self.announce()
                 with self._executor.lock:
                     self._run_prepared(*prepared, timeout)
                 return tensor
