@@ -200,7 +200,6 @@ class _Received(Message):
             raise receive.error
         error = self._explain(deadline)
         channel.abort(error)
-        channel._break_off()  # so that the peers, which may wait for this rank, learn it now
         raise error from receive.error
 
     def _settle(self) -> bool:

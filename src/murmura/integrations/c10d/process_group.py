@@ -20,7 +20,7 @@ from murmura.integrations.c10d.monitored_barrier import monitored_barrier
 from murmura.integrations.c10d.tensors import Flat, flat_views, one_dtype, reduce_op, split_rows
 from murmura.integrations.c10d.work import FinishedWork, MessageWork, Operation, QueuedWork, seconds_of
 
-SMALL_BYTES = 256 * 1024
+LAZY_BYTES = 256 * 1024
 """Up to this size an asynchronous operation is left to whoever waits for it."""
 
 
@@ -329,9 +329,9 @@ class MurmuraProcessGroup(GroupIdentity):
             return FinishedWork(outputs)
         if limit is not None:
             operation = _limited(operation, limit)
-        work = QueuedWork(self._queue, operation, outputs, end)
+        work = QueuedWork(self._queue, operation, outputs, end, name)
         num_bytes = sum(tensor.nbytes for tensor in inputs if tensor.layout is torch.strided)
-        self._queue.submit(work, urgent=num_bytes > SMALL_BYTES)
+        self._queue.submit(work, urgent=num_bytes > LAZY_BYTES)
         return work
 
     def _event(self, name: str, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
