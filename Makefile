@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=  # empty: without bytecode on disk, each process of the tests compiles everything anew
 
-.PHONY: help demo test test-all lint bench docs clean
+.PHONY: help demo test test-all test-integrations lint bench docs clean
 
 help:
 	@echo "make demo      set up, then four ranks train while you watch, three algorithms race on a slow link, and a report"
 	@echo "make test      set up, then lint, types and the test suite"
 	@echo "make test-all  the same with the long grids"
+	@echo "make test-integrations  in an environment of its own: Lightning, Accelerate, Transformers and Ray on murmura"
 	@echo "make bench     the benchmarks, beside Gloo and, where mpi4py is installed, MPICH"
 	@echo "make docs      the documentation as a site, in site/; a broken link or a missing page fails it"
 	@echo "make clean     remove the virtual environment, caches and site/"
@@ -41,6 +42,20 @@ test-all: lint
 	$(BIN)/pytest -n 3 -m "not timed"
 	$(BIN)/pytest -n 3 -m timed $(TIMED)
 
+# Frameworks bring a hundred packages, so they have an environment of their own; `make test` skips their tests
+FRAMEWORKS_VENV := .venv-integrations
+FRAMEWORKS_BIN := $(FRAMEWORKS_VENV)/bin
+FRAMEWORKS_READY := $(FRAMEWORKS_VENV)/.ready
+
+$(FRAMEWORKS_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
+	$(FRAMEWORKS_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,lightning,accelerate,transformers,ray]'
+	@touch $@
+
+test-integrations: $(FRAMEWORKS_READY)
+	$(FRAMEWORKS_BIN)/python -c "import lightning, accelerate, transformers, ray"
+	$(FRAMEWORKS_BIN)/pytest -n 2 --dist loadgroup -m "not gpu" tests/integrations
+
 PEERS = gloo$(if $(wildcard $(BIN)/mpiexec),$(COMMA)mpich)
 COMMA := ,
 
@@ -58,4 +73,4 @@ docs: $(DOCS_READY)
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache site
+	rm -rf $(VENV) $(FRAMEWORKS_VENV) .mypy_cache .pytest_cache .ruff_cache site

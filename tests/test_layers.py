@@ -44,7 +44,7 @@ THIRD_PARTIES = {"torch", "numpy"}
 EXTRA_THIRD_PARTIES = {
     "compressors": {"triton"},
     "tools.cli": {"typer", "rich"},
-    "integrations": {"murmura_c10d", "lightning", "pytorch_lightning", "accelerate", "ray"},
+    "integrations": {"murmura_c10d", "lightning", "pytorch_lightning", "accelerate", "transformers", "ray"},
     "tools.bench": {"mpi4py", "psutil"},
     "tools.doctor": {"psutil"},
     "tools.lab": {"psutil"},
@@ -78,7 +78,7 @@ def layer(parts: Sequence[str]) -> str:
 
 def may_import_torch_distributed(path: PurePosixPath) -> bool:
     return (
-        path.as_posix() in {*(f"transports/{name}.py" for name in STORE_MODULES), "tools/experiments/gloo.py"}
+        path.as_posix() in {*(f"transports/{name}.py" for name in STORE_MODULES), "tools/experiments/process_groups.py"}
         # where torch's own communication hooks run, and its Join
         or path.as_posix() in {"ddp/comm_hook.py", "ddp/torch_surface.py", "ddp/torch_join.py"}
         or "rendezvous" in path.with_suffix("").parts

@@ -9,5 +9,5 @@ here=$(cd "$(dirname "$0")" && pwd)
 
 exec murmura run \
     -n "${RANKS_PER_HOST:-auto}" --nnodes "${HOSTS:-2}" --node-rank "$node_rank" \
-    --coordinator "${HEAD:-10.0.0.1}:29500" --secret-file "${SECRET_FILE:-job.secret}" --max-restarts 3 \
+    --coordinator "${HEAD:-10.0.0.1}:${PORT:-29500}" --secret-file "${SECRET_FILE:-job.secret}" --max-restarts 3 \
     "$here/train.py" --folder "${RUNS:-runs}"

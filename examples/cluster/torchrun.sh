@@ -15,5 +15,5 @@ ranks_per_host=${RANKS_PER_HOST:-8}
 
 exec torchrun \
     --nnodes "$hosts" --node-rank "$node_rank" --nproc-per-node "$ranks_per_host" \
-    --master-addr "$head" --master-port 29500 \
+    --master-addr "$head" --master-port "${PORT:-29500}" \
     "$here/train.py" --folder "${RUNS:-runs}"

@@ -22,11 +22,15 @@ def samples() -> TensorDataset:
     return TensorDataset(inputs, inputs.sum(dim=1, keepdim=True).tanh())
 
 
+def network() -> nn.Module:
+    """Put your own model here."""
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
 def train(transport: Transport, device: torch.device, folder: Path, epochs: int) -> float:
     """The mean loss of the last epoch, over all ranks."""
     seed_everything(1, transport.rank)
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
-    ddp = DDP(model, transport)
+    ddp = DDP(network().to(device), transport)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
     loader = data.loader(samples(), transport, batch_size=32)
     checkpointer = Checkpointer(folder)

@@ -39,6 +39,7 @@ def _in_group(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "the backend murmura was tried with")  # another version of torch
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames its collectives
     dist.init_process_group(
         backend,

@@ -49,6 +49,8 @@ def call(way: str, length: int, state: dict[str, Any]) -> None:
         work.get_future().wait()
     elif way == "gather":
         dist.all_gather_into_tensor(torch.empty(dist.get_world_size() * length), tensor)
+    elif way == "scatter":
+        dist.reduce_scatter_tensor(tensor, torch.ones(dist.get_world_size() * length))
     elif way == "recv":
         if dist.get_rank() == CULPRIT:
             for peer in range(dist.get_world_size()):
@@ -140,9 +142,25 @@ def collect(reports: Any, count: int) -> tuple[float, list[Report]]:
     return struck, told
 
 
+LARGE = 2 * 10**6  # elements, of which peers read tensors where they lie if they see them often
+
+
 @pytest.mark.timed
 @pytest.mark.parametrize(
-    ("way", "length"), [("sync", 3), ("sync", 10**6), ("async", 3), ("future", 10**6), ("gather", 3), ("recv", 3)]
+    ("way", "length"),
+    [
+        *[("sync", 3), ("sync", 10**6), ("async", 3), ("future", 10**6), ("gather", 3), ("recv", 3)],
+        *[
+            pytest.param(way, length, marks=pytest.mark.slow)
+            for way, length in [
+                ("gather", LARGE),
+                ("scatter", 3),
+                ("scatter", LARGE),
+                ("async", LARGE),
+                ("recv", LARGE),
+            ]
+        ],
+    ],
 )
 def test_a_killed_rank_is_named(way: str, length: int) -> None:
     with world(3, way, length, "kill", 30.0) as (_, reports):
@@ -163,9 +181,15 @@ def test_a_rank_killed_under_ddp_is_named() -> None:
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("way", ["sync", "async", "recv"])
-def test_a_stopped_rank_is_named_at_the_deadline(way: str) -> None:
-    with world(3, way, 3, "stop", STOP_SECONDS) as (processes, reports):
+@pytest.mark.parametrize(
+    ("way", "length"),
+    [
+        *[("sync", 3), ("async", 3), ("recv", 3)],
+        *[pytest.param(way, LARGE, marks=pytest.mark.slow) for way in ("sync", "async", "gather", "scatter")],
+    ],
+)
+def test_a_stopped_rank_is_named_at_the_deadline(way: str, length: int) -> None:
+    with world(3, way, length, "stop", STOP_SECONDS) as (processes, reports):
         struck, told = collect(reports, 2)
         for report in told:
             assert report.kind == "PeerTimeout", report

@@ -409,7 +409,8 @@ def test_destroying_a_group_ends_what_is_queued() -> None:
 
 
 def profile() -> list[tuple[str, Any]]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, record_shapes=True, acc_events=True) as profiler:  # else 2.11 warns
         dist.all_reduce(torch.ones(3, 4))
         work = dist.all_reduce(torch.ones(5), async_op=True)
         assert work is not None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from murmura import Transport, run_world
+from murmura.algorithms.decentralized import pairs_of
 from murmura.algorithms.peers import shift_one_peer
 from oracles.algorithms import peers as oracle
 
@@ -41,3 +44,23 @@ def test_with_odd_ranks_every_pair_meets_once_and_everybody_rests_once_a_cycle(s
     met = [tuple(sorted((rank, peer))) for number in range(size) for rank, peer in enumerate(meeting(size, number))]
     assert sorted(set(met)) == [(rank, peer) for rank in range(size) for peer in range(rank, size)]
     assert all(met.count(pair) == (2 if pair[0] < pair[1] else 1) for pair in set(met))
+
+
+def means_with_peers(transport: Transport) -> list[float]:
+    """The means with the peers of a cycle, each in a group of two; a rank that sits out keeps its own number."""
+    pairs, found = pairs_of(transport), []
+    for step in range(transport.world_size):
+        peer = shift_one_peer(transport.rank, transport.world_size, step)
+        own = torch.tensor([float(transport.rank)])
+        found.append(float(own if peer == transport.rank else pairs[peer].all_reduce(own, "mean")))
+    transport.barrier()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("kind", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
+def test_pairs_average_in_groups_of_two(kind: str, size: int) -> None:
+    how = {"transport": "gloo"} if kind == "processes" else {}
+    for rank, found in enumerate(run_world(means_with_peers, size, kind=kind, timeout=30, **how)):
+        peers = [shift_one_peer(rank, size, step) for step in range(size)]
+        assert found == [(rank + peer) / 2 for peer in peers]

@@ -39,10 +39,15 @@ def gather_all(transport: Transport) -> dict[Any, list[list[str]]]:
         aliased = bring(transport, torch.zeros(size * length, dtype=dtype), True)
         own = aliased[rank * length : (rank + 1) * length].copy_(values)
         assert transport.all_gather_into(aliased, own, async_op=True).wait() is aliased
+        astray = torch.zeros(size * length, dtype=dtype)  # the tensor lies where another rank's is to come
+        other = (rank + 1) % size
+        transport.all_gather_into(astray, astray[other * length : (other + 1) * length].copy_(values))
         columns = torch.zeros(size * length, 2, dtype=dtype)[:, 0]  # not contiguous
         transport.all_gather_into(columns, values)
         parts = [[digest(out[peer * length : (peer + 1) * length]) for peer in range(size)] for out in came]
-        parts += [[digest(each[peer * length : (peer + 1) * length]) for peer in range(size)] for each in (aliased,)]
+        parts += [
+            [digest(each[peer * length : (peer + 1) * length]) for peer in range(size)] for each in (aliased, astray)
+        ]
         rows = torch.empty(size * length, dtype=dtype).copy_(columns)
         parts.append([digest(rows[peer * length : (peer + 1) * length]) for peer in range(size)])
         listed = [torch.zeros(length, dtype=dtype) for _ in range(size)]

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from contracts.catalogue import CATALOGUE
 from contracts.training import Run, assert_close, by_step, regression, train
-from murmura import ProcessGroupTransport, Transport, run_world
+from murmura import DDP, ProcessGroupTransport, Transport, run_world
 from murmura.transports import group_messages
 from murmura.transports.cuda_launches import CudaLaunches
 from oracles.algorithms.simulation import simulate
@@ -140,6 +141,56 @@ def collectives(transport: Transport) -> list[float]:
 def test_tickets_and_staged_tensors() -> None:
     results = run_world(collectives, 3, kind="processes", transport="gloo", timeout=SECONDS)
     assert len(results) == 3
+
+
+def beside(transport: Transport) -> tuple[bool, float]:
+    """What a thread beside training gets of a world of NCCL: a channel of Gloo, in host memory."""
+    pretend(transport)
+    transport._kind = "nccl"  # type: ignore[attr-defined]
+    channel: Any = transport.host_channel("beside")
+    total = float(channel.all_reduce(torch.full((3,), 1.0 + transport.rank))[0])
+    is_gloo = channel._kind == "gloo"
+    channel.close()
+    transport._kind = "gloo"  # type: ignore[attr-defined]
+    return is_gloo, total
+
+
+def test_a_thread_beside_training_has_no_communicator_on_the_gpu() -> None:
+    assert run_world(beside, 2, kind="processes", transport="gloo", timeout=SECONDS) == [(True, 3.0)] * 2
+
+
+class Counting(nn.Module):
+    """Adds its input to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("total", torch.zeros(3))
+        self.register_buffer("last", torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x
+        self.last.fill_(float(x))
+        return self.weight * x
+
+
+def totals(transport: Transport) -> list[tuple[list[float], list[float]]]:
+    pretend(transport)
+    ddp = DDP(Counting(), transport)
+    found = []
+    for number in range(4):
+        if number == 2:
+            ddp.module.total = ddp.module.total.clone()  # another tensor in the place of a buffer
+        ddp(torch.tensor(10.0 * number + transport.rank)).sum().backward()
+        found.append((ddp.module.total.tolist(), ddp.module.last.tolist()))
+    ddp.close()
+    return found
+
+
+def test_rounds_begin_with_the_buffers_of_rank_0() -> None:
+    for rank, found in enumerate(run_world(totals, 2, kind="processes", transport="gloo", timeout=SECONDS)):
+        sums = [0.0, 10.0, 30.0, 60.0]  # of rank 0, with the input of the round
+        assert found == [([total + rank] * 3, [10.0 * number + rank] * 2) for number, total in enumerate(sums)]
 
 
 def fails(transport: Transport) -> str:

@@ -41,10 +41,8 @@ def refuse() -> None:
     assert libc.prctl(22, 2, ctypes.c_char_p(program), 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
-def reduce_often(transport: Transport, refusing: tuple[int, ...]) -> tuple[bool, int]:
-    """Whether all sums of one tensor are right, and how often this rank read a peer's memory for them."""
-    if transport.rank in refusing:
-        refuse()
+def count_reads() -> list[int]:
+    """How often this rank reads a peer's memory from now on, as the one element."""
     reads = [0]
     read = PeerMemory.read
 
@@ -53,27 +51,55 @@ def reduce_often(transport: Transport, refusing: tuple[int, ...]) -> tuple[bool,
         read(self, *args)
 
     PeerMemory.read = counted  # type: ignore[method-assign]
-    tensor, n = torch.empty(LARGE), transport.world_size
+    return reads
+
+
+def repeat(transport: Transport, operation: str, refusing: tuple[int, ...]) -> tuple[bool, int]:
+    """Whether all results of one operation on one tensor are right, and how often this rank read a peer's memory."""
+    if transport.rank in refusing:
+        refuse()
+    reads, n, rank = count_reads(), transport.world_size, transport.rank
+    whole, part = torch.empty(n * LARGE), torch.empty(LARGE)
+    places = torch.arange(n * LARGE, dtype=torch.float32).remainder(1013)
     right = True
     for number in range(2 * SIGHTINGS):
-        tensor.fill_(number + transport.rank)
-        transport.all_reduce(tensor)
-        right &= bool(tensor.eq(n * number + n * (n - 1) // 2).all())
+        total = (places * n).add(n * number + n * (n - 1) // 2)
+        if operation == "all_reduce":
+            transport.all_reduce(torch.add(places, number + rank, out=whole))
+            right &= torch.equal(whole, total)
+        elif operation == "reduce_scatter_into":
+            transport.reduce_scatter_into(part, torch.add(places, number + rank, out=whole))
+            right &= torch.equal(part, total.chunk(n)[rank])
+        else:
+            own = whole.chunk(n)[rank] if operation == "all_gather_into itself" else part
+            torch.add(places[:LARGE], number + rank, out=own)
+            transport.all_gather_into(whole, own)
+            right &= torch.equal(whole, torch.cat([places[:LARGE] + number + peer for peer in range(n)]))
     return right, reads[0]
 
 
 @needs_attach
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_tensor_reduced_often_is_read_where_it_lies(world_size):
-    for right, num_reads in run_world(reduce_often, world_size, (), kind="processes"):
+@pytest.mark.parametrize(
+    ("operation", "world_size"),
+    [
+        ("all_reduce", 2),
+        ("all_reduce", 3),
+        ("all_gather_into", 2),
+        ("all_gather_into itself", 3),
+        ("reduce_scatter_into", 3),
+    ],
+)
+def test_a_tensor_used_often_is_read_where_it_lies(operation, world_size):
+    for right, num_reads in run_world(repeat, world_size, operation, (), kind="processes"):
         assert right
         assert num_reads > 0
 
 
 @pytest.mark.skipif(platform.machine() not in PROCESS_VM_READV, reason="the number of the system call is not known")
 @pytest.mark.parametrize("refusing", [(0, 1), (1,)])
-def test_where_the_kernel_refuses_ranks_stage(refusing):
-    assert run_world(reduce_often, 2, refusing, kind="processes") == [(True, 0)] * 2
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather_into", "reduce_scatter_into"])
+def test_where_the_kernel_refuses_ranks_stage(operation, refusing):
+    assert run_world(repeat, 2, operation, refusing, kind="processes") == [(True, 0)] * 2
 
 
 def die_while_read(stage: Stage) -> None:

@@ -45,6 +45,6 @@ class NcclWorld(World):
 @pytest.fixture
 def world(nccl: OneGPU) -> World:
     """What the contract suites ask for."""
-    world = NcclWorld("nccl", "processes", "nccl", exact=False, checks=False, checks_messages=False)
+    world = NcclWorld("nccl", "processes", "nccl", exact=False, hops=True, checks=False, checks_messages=False)
     object.__setattr__(world, "gpu", nccl)
     return world

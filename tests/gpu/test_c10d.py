@@ -1,10 +1,12 @@
 """The torch.distributed backend beside CUDA: CPU tensors on murmura, CUDA tensors on the other part of the string.
 
-NCCL takes one rank a GPU, so two ranks on one GPU use Gloo for their CUDA tensors. ``pytest -m gpu tests/gpu`` runs it.
+NCCL takes one rank a GPU, unless each is told of another host (see `murmura.tools.one_gpu`); Gloo takes several.
+``pytest -m gpu tests/gpu`` runs it.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 from c10d.groups import run
 from murmura import UsageError
+from murmura.tools.one_gpu import nccl_variables
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,6 +43,17 @@ def both(wanted: str) -> list[float]:
 
 def test_cuda_tensors_go_to_nccl() -> None:
     assert run(both, 1, "nccl", backend="cpu:murmura,cuda:nccl") == [[1.0] * 4]
+
+
+def on_hosts_of_their_own() -> list[float]:
+    os.environ.update(nccl_variables(dist.get_rank()))  # before NCCL's first communicator, which is made when needed
+    return both("nccl")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_cuda_tensors_of_several_ranks_go_to_nccl(size: int) -> None:
+    found = run(on_hosts_of_their_own, size, backend="cpu:murmura,cuda:nccl")
+    assert found == [[float(size * size), float(size)] * 2] * size
 
 
 def test_cuda_tensors_go_to_gloo() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import murmura
 from contracts.values import DTYPES, KINDS, samples
-from murmura.compressors import minmax, minmax_plain
+from murmura.compressors import cast, minmax, minmax_plain
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,6 +65,32 @@ def test_cuda_gives_the_bits_of_the_cpu(
                 found = round_trip(compressor, values, "cuda", offset)
                 told = f"{kind}, {length} elements, offset {offset}"
                 assert torch.equal(found[0].cpu(), expected[0]), f"payload: {told}"
+                assert same(found[1], expected[1]), f"decoded: {told}"
+                assert same(found[2], expected[2]), f"added: {told}"
+
+
+@pytest.mark.parametrize("kernels", ["triton", "plain"])
+@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cast_on_cuda_gives_the_bits_of_the_cpu(
+    dtype: torch.dtype, target: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compressor = murmura.Cast(target)
+    if dtype != target and dtype.itemsize <= target.itemsize:
+        pytest.skip("it would not become smaller")
+    if kernels == "plain":
+        monkeypatch.setattr(cast, "_cuda_convert", lambda device: None)
+    else:
+        assert cast._cuda_convert(torch.device("cuda", 0)) is not None
+    for kind in KINDS:
+        for length in (0, 1, 3, 4096, 10_007):
+            values = samples(kind, length, dtype) if length else torch.empty(0, dtype=dtype)
+            for offset in (0, 1, 2):
+                expected = round_trip(compressor, values, "cpu", offset)
+                found = round_trip(compressor, values, "cuda", offset)
+                told = f"{kind}, {length} elements, offset {offset}"
+                as_values = [each[0].clone().view(target) for each in (found, expected)]
+                assert same(*as_values), f"payload: {told}"
                 assert same(found[1], expected[1]), f"decoded: {told}"
                 assert same(found[2], expected[2]), f"added: {told}"
 

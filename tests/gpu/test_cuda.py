@@ -53,6 +53,17 @@ def all_collectives(transport: Transport) -> dict[str, Any]:
     out["reduce"] = tensor.cpu()
     out["reduce_scatter"] = transport.reduce_scatter(cuda(torch.arange(7.0) + rank)).cpu()
     out["all_gather"] = [each.cpu() for each in transport.all_gather(cuda(torch.full((rank + 1, 2), float(rank))))]
+    whole = cuda(torch.zeros(size * 3, 2))
+    out["all_gather_into"] = transport.all_gather_into(whole, cuda(torch.arange(6.0).view(3, 2) + rank)).cpu()
+    own_part = cuda(torch.zeros(size * 5, dtype=torch.int16))
+    own_part.chunk(size)[rank].fill_(rank + 1)
+    out["all_gather_into, in place"] = transport.all_gather_into(own_part, own_part.chunk(size)[rank]).cpu()
+    apart = [cuda(torch.zeros(4)) for _ in range(size)]
+    transport.all_gather_into(apart, cuda(torch.full((4,), float(rank))))
+    out["all_gather_into, apart"] = [each.cpu() for each in apart]
+    for op in ("band", "bor", "bxor"):
+        bits = cuda(torch.arange(11, dtype=torch.int32) * 3 + rank)
+        out[op] = transport.all_reduce(bits, op).cpu()
     gathered = transport.gather(cuda(torch.full((rank + 1,), rank)), dst=0)
     out["gather"] = None if gathered is None else [each.cpu() for each in gathered]
     target = cuda(torch.zeros(2))
@@ -103,12 +114,9 @@ def test_collectives_on_cuda_equal_those_on_the_cpu(world: str, size: int) -> No
             assert_same(on_cuda[rank][what], on_cpu[rank][what], f"rank {rank}: {what}")
 
 
-def busy(seconds_ish: int) -> torch.Tensor:
+def busy(milliseconds: int) -> None:
     """Keep the current stream busy for a while."""
-    block = torch.full((4096, 4096), 1e-4, device="cuda")
-    for _ in range(seconds_ish):
-        block = block @ block
-    return block
+    torch.cuda._sleep(2_000_000 * milliseconds)
 
 
 def around_a_long_kernel(transport: Transport, asynchronous: bool) -> list[float]:
@@ -118,14 +126,14 @@ def around_a_long_kernel(transport: Transport, asynchronous: bool) -> list[float
     with torch.cuda.stream(stream):
         tensor = torch.zeros(1_000_003, device="cuda")
         for step in range(5):
-            busy(200)
+            busy(50)
             tensor.fill_(float(transport.rank + step))  # queued behind the long kernel
             if asynchronous:
                 transport.all_reduce(tensor, async_op=True).wait()
             else:
                 transport.all_reduce(tensor)
             doubled = tensor * 2  # queued behind the operation
-            busy(50)
+            busy(10)
             least, most = doubled.min().item(), doubled.max().item()
             seen.append(least if least == most else float("nan"))
     return seen

@@ -118,6 +118,32 @@ def test_several_communicators_behind_long_kernels(nccl: OneGPU) -> None:
     assert nccl.run(three_at_once, 20) == [expected] * size
 
 
+def running_means(transport: Transport) -> list[float]:
+    """What batch normalisation has gathered after each round, each rank with data of its own, behind long kernels."""
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1)).cuda()
+    ddp = murmura.DDP(model, transport)
+    noise = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    noise -= noise.mean(0)
+    found = []
+    for number in range(4):
+        if number == 2:
+            model[0].running_mean = model[0].running_mean.clone()  # another tensor in the place of a buffer
+        torch.cuda._sleep(LONG_CYCLES // 10)
+        ddp((noise + 10.0 * number + transport.rank).cuda()).square().sum().backward()
+        found.append(float(model[0].running_mean[0]))
+    ddp.close()
+    return found
+
+
+def test_every_round_begins_with_the_buffers_of_rank_0(nccl: OneGPU) -> None:
+    for rank, found in enumerate(nccl.run(running_means)):
+        mean, expected = 0.0, []
+        for number in range(4):
+            expected.append(0.9 * mean + 0.1 * (10.0 * number + rank))
+            mean = 0.9 * mean + number
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
 def on_several_streams(transport: Transport) -> bool:
     """Whether a bucket that was filled on two streams holds the mean of both parts."""
     layers = nn.ModuleList([nn.Linear(256, 256, bias=False) for _ in range(2)]).cuda()

@@ -52,7 +52,9 @@ PROCESSOR = processor.ProcessorFacts(cores=8, usable=8, torch_threads=8)
 MEMORY = memory.MemoryFacts(total_bytes=32 * GIB, available_bytes=20 * GIB)
 SHARED = shared_memory.SharedMemoryFacts(supported=True, total_bytes=32 * GIB, open_files=1024, dev_shm_bytes=16 * GIB)
 NETWORK = network.NetworkFacts(interfaces=(LAN, LO), host_name="node1", resolved=(Resolved("10.0.0.2", True),))
-GPUS = gpu.AcceleratorFacts(torch_build="CUDA 12.8", gpus=("H200 (140 GiB)",) * 2, nccl="2.27.3", has_driver=True)
+GPUS = gpu.AcceleratorFacts(
+    torch_build="CUDA 12.8", gpus=("H200 (140 GiB)",) * 2, nccl="2.27.3", interfaces=(LAN, LO), has_driver=True
+)
 
 
 def net(**changes: Any) -> network.NetworkFacts:
@@ -267,6 +269,31 @@ def test_an_attempt_answers_in_any_case() -> None:
     assert one_line(ValueError("a\n  b" + "c" * 500), 20) == "ValueError: a bccccc ..."
 
 
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [("eth", "eth0 eth1"), ("=eth0", "eth0"), ("^eth", "lo ib0"), ("^=eth0,lo", "eth1 ib0"), ("ib,lo", "lo ib0")],
+)
+def test_nccl_socket_ifname_is_read_as_nccl_does(setting: str, allowed: str) -> None:
+    assert [name for name in ("lo", "eth0", "eth1", "ib0") if gpu.matches(setting, name)] == sorted(
+        allowed.split(), key=["lo", "eth0", "eth1", "ib0"].index
+    )
+
+
+def test_what_nccl_needs_is_judged() -> None:
+    up, down = Interface("eth0", ("10.0.0.1",)), Interface("ib0", ("10.1.0.1",), is_up=False)
+    loopback = Interface("lo", ("127.0.0.1",), is_loopback=True)
+
+    def judged(**changes: Any) -> tuple[Status, str]:
+        found = gpu.check(replace(GPUS, **changes))[-1]
+        return found.status, found.detail
+
+    assert judged(interfaces=(loopback, up, down)) == (Status.OK, "it chooses among eth0")
+    assert judged(interfaces=(loopback, down))[0] is Status.NOTE
+    assert judged(interfaces=(loopback, up, down), chosen="eth")[0] is Status.OK
+    assert judged(interfaces=(loopback, up, down), chosen="ib0")[0] is Status.BROKEN
+    assert gpu.check(replace(GPUS, nccl="2.8.4"))[1].status is Status.WARNING
+
+
 def test_a_section_that_fails_is_a_finding() -> None:
     found = check_section(Section.NETWORK, lambda: [][1])
     assert [(each.section, each.status) for each in found] == [(Section.NETWORK, Status.WARNING)]
@@ -290,13 +317,13 @@ def test_trials_are_judged() -> None:
     wrong = live.check(live.GLOO, [TRIALS[0], live.Trial((1024,), (1e-4, 1e-3))], 1.0)
     assert (wrong.status, "rank 1: [1024]" in wrong.detail) == (Status.BROKEN, True)
     assert live.check(live.GLOO, [TRIALS[0], live.Trial((), (0.5, 0.5))], 1.0).status is Status.WARNING
-    assert "nobody to exchange with" in live.check(live.nccl(1), TRIALS[:1], 1.0).detail
 
 
 def test_the_worlds_that_can_run_here_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("murmura.tools.doctor.live_probes.futex.is_supported", lambda: True)
     assert live.choose(0, False) == [live.THREADS, live.SHARED_MEMORY, live.GLOO]
     assert live.choose(4, True)[-1].num_ranks == 4
+    assert (live.choose(1, True)[-1].num_ranks, live.choose(1, True)[-1].kind) == (2, live.ONE_GPU)
     assert live.choose(4, False) == live.choose(0, False)
     monkeypatch.setattr("murmura.tools.doctor.live_probes.futex.is_supported", lambda: False)
     assert live.choose(0, False) == [live.THREADS, live.GLOO]

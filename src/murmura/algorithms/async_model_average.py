@@ -36,9 +36,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     def __init__(self, process_group: Transport, **choices: Any) -> None:
         super().__init__(process_group, **choices)
-        self._channel = process_group.channel("average")
-        if self.sync_interval_rounds is None:
-            self._channel.keep_own_order()  # a thread beside training uses it, whenever its time comes
+        by_clock = self.sync_interval_rounds is None  # in a thread beside training, which launches when its time comes
+        self._channel = process_group.host_channel("average") if by_clock else process_group.channel("average")
         self._background = BackgroundExchanges(self._channel)
         self._replica: Replica | None = None
         self._pending: PendingExchange | None = None

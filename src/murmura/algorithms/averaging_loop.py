@@ -142,7 +142,9 @@ class AveragingLoop:
             # The copy follows the correction before on training's stream, so that has been added too.
             for stream, copied in zip(self._streams, self._copied, strict=True):
                 stream.wait_event(copied)
-            mean_minus(self._channel, self._snapshot, self._correction)
+            on_host = self._channel.device is not None and self._channel.device.type == "cpu"
+            average = _mean_minus_through_host if self._streams and on_host else mean_minus
+            average(self._channel, self._snapshot, self._correction)
             for stream in self._streams:
                 stream.synchronize()
             if self._streams and self._channel.failed:  # broken off: what has come is no mean
@@ -167,6 +169,17 @@ def mean_minus(channel: Transport, snapshots: Sequence[Tensor], corrections: Seq
     for snapshot, correction in zip(snapshots, corrections, strict=True):
         correction.copy_(snapshot)
         channel.all_reduce(correction, ReduceOp.MEAN)
+        correction.sub_(snapshot)
+
+
+def _mean_minus_through_host(channel: Transport, snapshots: Sequence[Tensor], corrections: Sequence[Tensor]) -> None:
+    """As `mean_minus` of flats on a GPU, on a channel that works in host memory: waits for the current stream alone."""
+    for snapshot, correction in zip(snapshots, corrections, strict=True):
+        mean = torch.empty(snapshot.shape, dtype=snapshot.dtype, pin_memory=True)
+        mean.copy_(snapshot, non_blocking=True)
+        torch.cuda.current_stream(snapshot.device).synchronize()
+        channel.all_reduce(mean, ReduceOp.MEAN)
+        correction.copy_(mean, non_blocking=True)
         correction.sub_(snapshot)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from murmura.transports.base import Transport
-from murmura.transports.cuda_launches import OnStream
+from murmura.transports.cuda_launches import OnStream, current_stream
 from murmura.transports.serial_executor import Ticket
 
 
@@ -40,7 +40,7 @@ def wait_for(exchanges: Sequence[PendingExchange]) -> None:
         each._ticket.wait()
         streams.update(dict.fromkeys(each._streams, each._channel))
     for stream, channel in streams.items():
-        torch.cuda.current_stream(stream.device).wait_stream(stream)
+        current_stream(stream.device_index).wait_stream(stream)
         if channel.failed:  # after the exchange had been enqueued
             channel.check_usable()
 
@@ -66,6 +66,10 @@ class BackgroundExchanges:
         sides = list(streams.values())
 
         def run() -> None:
+            if len(sides) == 1:
+                with torch.no_grad(), OnStream(sides[0]):
+                    work()
+                return
             with torch.no_grad(), contextlib.ExitStack() as current:
                 for side in sides:
                     current.enter_context(OnStream(side))
@@ -79,6 +83,6 @@ class BackgroundExchanges:
         filled = self._filled.get(device)
         if filled is None:
             filled = self._filled[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        filled.record(torch.cuda.current_stream(device.index))
+        filled.record(current_stream(device.index))
         stream.wait_event(filled)
         return stream

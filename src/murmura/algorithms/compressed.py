@@ -24,6 +24,7 @@ class _Piece(NamedTuple):
     """A piece of every rank's chunk: where it is in the flat, its payloads, and the mean of this rank's own."""
 
     bounds: list[tuple[int, int]]
+    payload: Tensor  # whose parts are `parts`
     parts: list[Tensor]
     from_all: list[Tensor]
     mean: Tensor
@@ -79,7 +80,7 @@ class CompressedMean:
             reduced.append(start(partial(self._reduce, piece)))
         for piece, future in zip(pieces, reduced, strict=True):
             future.result()
-            transport.all_to_all([piece.parts[transport.rank]] * transport.world_size, piece.parts)
+            self._spread(piece)
             decoded.append(start(partial(self._decode, flat, piece)))
         for future in decoded:
             future.result()
@@ -103,6 +104,16 @@ class CompressedMean:
                 mean.add_(decoded.mul_(share))
         mean.div_(self._divisor)
         decoder.compress(mean, piece.parts[self._transport.rank])
+
+    def _spread(self, piece: _Piece) -> None:
+        """Send this rank's own part to all, and fill the others from theirs."""
+        transport, parts = self._transport, piece.parts
+        own = parts[transport.rank]
+        # NCCL gathers equal parts by a ring, faster than by messages between all.
+        if transport.device is not None and transport.device.type == "cuda" and len({len(each) for each in parts}) == 1:
+            transport.all_gather_into(piece.payload, own)
+        else:
+            transport.all_to_all([own] * transport.world_size, parts)
 
     def _decode(self, flat: Tensor, piece: _Piece) -> None:
         for (start, stop), part in zip(piece.bounds, piece.parts, strict=True):
@@ -165,12 +176,9 @@ def _cut(transport: Transport, like: Tensor, compressor: Compressor) -> list[_Pi
     for low, high in itertools.zip_longest(starts, starts[1:]):
         bounds = [(start + low, stop if high is None else start + high) for start, stop in chunks]
         num_bytes = [compressor.payload_bytes(stop - start, like.dtype) for start, stop in bounds]
-        parts = _allocate(transport, num_bytes, like.device)
-        from_all = _allocate(transport, [num_bytes[rank]] * size, like.device)
+        payload = transport.allocate(sum(num_bytes), torch.uint8, like.device)
+        arrived = transport.allocate(num_bytes[rank] * size, torch.uint8, like.device)
+        parts, from_all = list(torch.split(payload, num_bytes)), list(torch.split(arrived, [num_bytes[rank]] * size))
         mean = torch.empty(bounds[rank][1] - bounds[rank][0], dtype=wide, device=like.device)
-        pieces.append(_Piece(bounds, parts, from_all, mean))
+        pieces.append(_Piece(bounds, payload, parts, from_all, mean))
     return pieces
-
-
-def _allocate(transport: Transport, num_bytes: Sequence[int], device: torch.device) -> list[Tensor]:
-    return list(torch.split(transport.allocate(sum(num_bytes), torch.uint8, device), list(num_bytes)))

@@ -46,7 +46,7 @@ class Hierarchy:
     def reduce(self, flat: Tensor, op: ReduceOp) -> None:
         """Overwrite `flat` with the sum or mean over all ranks, the same bits on each."""
         if self._inside is None:
-            self._transport.all_reduce(flat, op)
+            self._transport.all_reduce_own(flat, op)
             return
         self.reduce_inside(flat, op)
         self.reduce_between(flat, op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ class FlatTensors:
 
     def __init__(self, tensors: Sequence[Tensor], keys: Sequence[Hashable] | None = None) -> None:
         self._given = tensors
+        self._forms = [(each.dtype, each.shape) for each in tensors]
         by_key: dict[Hashable, list[int]] = {}
         for index, key in enumerate([(each.dtype, each.device) for each in tensors] if keys is None else keys):
             by_key.setdefault(key, []).append(index)
@@ -39,6 +41,11 @@ class FlatTensors:
             )
             for members in by_key.values()
         ]
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the tensors that it was made of, of the same form as then."""
+        same = len(tensors) == len(self._given) and all(map(operator.is_, tensors, self._given))
+        return same and [(each.dtype, each.shape) for each in tensors] == self._forms
 
     @property
     def numels(self) -> list[int]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +13,8 @@ from torch import Tensor
 
 from murmura.compressors.base import PIECE_ELEMENTS, Compressor, check_call, check_encodable
 from murmura.errors import ConfigError, UsageError
+
+log = logging.getLogger("murmura")
 
 TARGETS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -44,20 +50,32 @@ class Cast(Compressor):
         check_call(self, tensor, payload)
         tensor = tensor.detach()
         if self._is_aligned(payload):
-            payload.view(self.dtype).copy_(tensor)
+            self._move(tensor, payload.view(self.dtype))
         else:
             payload.copy_(tensor.to(self.dtype).view(torch.uint8))
 
     def decompress(self, payload: Tensor, out: Tensor) -> None:
         check_call(self, out, payload)
-        out.detach().copy_(self._values(payload))
+        self._move(self._values(payload), out.detach())
 
     def decompress_add(self, payload: Tensor, out: Tensor) -> None:
         check_call(self, out, payload)
         values, out = self._values(payload), out.detach()
+        convert = _cuda_convert(out.device) if out.is_cuda and out.numel() else None
+        if convert is not None:
+            convert(values, out, add=True)
+            return
         piece = PIECE_ELEMENTS if out.is_cpu else max(1, out.numel())  # what torch converts for the sum stays in cache
         for first in range(0, out.numel(), piece):
             out[first : first + piece].add_(values[first : first + piece])
+
+    def _move(self, source: Tensor, target: Tensor) -> None:
+        if source.is_cuda and source.numel() and source.dtype != target.dtype:
+            convert = _cuda_convert(source.device)
+            if convert is not None:
+                convert(source, target)
+                return
+        target.copy_(source)
 
     def _values(self, payload: Tensor) -> Tensor:
         """`payload` as values of `dtype`: a view where the bytes lie so that there can be one."""
@@ -66,3 +84,16 @@ class Cast(Compressor):
     def _is_aligned(self, payload: Tensor) -> bool:
         size = self.dtype.itemsize
         return payload.storage_offset() % size == 0 and payload.data_ptr() % size == 0
+
+
+@functools.cache
+def _cuda_convert(device: torch.device) -> Callable[..., None] | None:
+    """The Triton kernel, or None where a first try of it fails: torch's own conversions are as right, and slower."""
+    try:
+        from murmura.compressors import cast_triton
+
+        cast_triton.convert(torch.zeros(1, device=device), torch.empty(1, dtype=torch.bfloat16, device=device))
+    except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+        log.warning("conversions on %s run on plain torch operations, which are slower: %s", device, error)
+        return None
+    return cast_triton.convert

@@ -48,14 +48,16 @@ def _encode(
 ):
     """A program encodes a block of `block` elements; `width`, a power of two, is as many unless `is_masked`."""
     index = tl.program_id(0).to(tl.int64)
-    offsets = index * block + tl.arange(0, width)
+    values += index * block  # long numbers are for the beginning alone: they cost registers
+    codes += index * block
+    inside = tl.arange(0, width)
     if is_masked:
-        is_there = tl.arange(0, width) < block
-        x = tl.load(values + offsets, mask=is_there, other=0.0).to(dtype)
+        is_there = inside < block
+        x = tl.load(values + inside, mask=is_there, other=0.0).to(dtype)
         low = tl.reduce(tl.where(is_there, x, INFINITY), 0, _lower)
         high = tl.reduce(tl.where(is_there, x, -INFINITY), 0, _higher)
     else:
-        x = tl.load(values + offsets).to(dtype)
+        x = tl.load(values + inside).to(dtype)
         low = tl.reduce(x, 0, _lower)
         high = tl.reduce(x, 0, _higher)
     nought = tl.full((), 0.0, dtype)
@@ -85,9 +87,9 @@ def _encode(
     code = ((x - anchor) * lift * inverse + shift).to(integer, bitcast=True) & 0xFF
     code = tl.where(is_finite, code, 0).to(tl.uint8)
     if is_masked:
-        tl.store(codes + offsets, code, mask=is_there)
+        tl.store(codes + inside, code, mask=is_there)
     else:
-        tl.store(codes + offsets, code)
+        tl.store(codes + inside, code)
     tl.store(headers + 2 * index, tl.where(is_finite, base, float("nan")))
     tl.store(headers + 2 * index + 1, tl.where(is_finite, step, float("nan")))
 
@@ -113,18 +115,20 @@ def _decode(
     """A program decodes a tile of `width` elements; `num_tiles` make a block."""
     program = tl.program_id(0)
     index = (program // num_tiles).to(tl.int64)
-    inside = (program % num_tiles).to(tl.int64) * width + tl.arange(0, width)
-    offsets = index * block + inside
-    is_there = inside < block if is_masked else None
-    code = tl.load(codes + offsets, mask=is_there)
+    first = (program % num_tiles).to(tl.int64) * width
+    codes += index * block + first
+    out += index * block + first
+    inside = tl.arange(0, width)
+    is_there = inside < block - first if is_masked else None
+    code = tl.load(codes + inside, mask=is_there)
     base, step = tl.load(headers + 2 * index), tl.load(headers + 2 * index + 1)
     most = tl.full((), limit, dtype)
     rise = tl.where(step < 0, 1 / SINK, 1.0).to(dtype)
     decoded = (code.to(dtype) * tl.abs(step) + base) * rise
     decoded = _lower(_higher(decoded, -most), most).to(out.dtype.element_ty)
     if adds:
-        decoded = (tl.load(out + offsets, mask=is_there).to(dtype) + decoded.to(dtype)).to(out.dtype.element_ty)
-    tl.store(out + offsets, decoded, mask=is_there)
+        decoded = (tl.load(out + inside, mask=is_there).to(dtype) + decoded.to(dtype)).to(out.dtype.element_ty)
+    tl.store(out + inside, decoded, mask=is_there)
 
 
 def encode(values: Tensor, payload: Tensor, block: int) -> None:

@@ -25,6 +25,7 @@ from murmura.ddp.replica import ModelReplica
 from murmura.ddp.tail import Tail
 from murmura.errors import MurmuraError, UsageError
 from murmura.observe.observer import Observer, exchanging
+from murmura.transports.cuda_launches import current_stream
 
 log = logging.getLogger("murmura")
 
@@ -185,11 +186,11 @@ class GradientReducer:
         """A gradient has come on the current stream of `device`."""
         raw: int = torch._C._cuda_getCurrentRawStream(device)  # a Stream object would cost as much as the rest
         if raw not in self._streams:
-            self._streams[raw] = torch.cuda.current_stream(device)
+            self._streams[raw] = current_stream(device)
 
     def _gather(self, bucket: Bucket) -> None:
         """Copy all gradients of `bucket`, which are on a GPU, into it, after the streams that they came on."""
-        current = torch.cuda.current_stream(bucket.flat.device)
+        current = current_stream(bucket.flat.get_device())
         ready = [slot for slot, is_ready in enumerate(self._ready[bucket.index]) if is_ready]
         for stream in self._streams.values():
             if stream != current:

@@ -61,13 +61,9 @@ def listener_of(parameter: nn.Parameter) -> Any:
 
 
 def _listeners_of(optimizer: Optimizer) -> list[Any]:
-    found: list[Any] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            listener = listener_of(parameter)
-            if listener is not None and not any(listener is each for each in found):
-                found.append(listener)
-    return found
+    held = (_listeners.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"])
+    found = {id(each): each for each in held if each is not None}  # of one listener there is one weak reference
+    return [listener for each in found.values() if (listener := each()) is not None]
 
 
 @_disable_dynamo  # a compiled step must not be traced into communication

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,6 +17,17 @@ from murmura.transports.base import Transport
 
 BROADCAST_BYTES = 250 * 2**20
 """So much of a model is copied at a time to be broadcast."""
+
+KEPT_BYTES = 16 * 2**20
+"""Buffers on a GPU up to this size have flats of their own, which are kept from round to round."""
+
+
+class _Packed(NamedTuple):
+    """Tensors side by side in flats, whose parts are theirs."""
+
+    packing: FlatTensors
+    flats: list[Tensor]
+    parts: list[Tensor]
 
 
 class ModelReplica:
@@ -39,6 +52,7 @@ class ModelReplica:
         self.buckets: list[Bucket] = []
         self.moments_may_differ = False  # of optimizers that are not known yet, since weights were averaged
         self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._packed: _Packed | None = None  # tensors on a GPU that were broadcast last
         self.names = [name for name in parameters if name not in ignore]
         self.parameters = [parameters[name] for name in self.names]
         self.buffer_names = [name for name in buffers if name not in ignore]
@@ -46,7 +60,14 @@ class ModelReplica:
     @property
     def all_buffers(self) -> list[Tensor]:
         """Looked up each time: a module may put another tensor in the place of a buffer."""
-        return [self._module.get_buffer(name) for name in self.buffer_names]
+        owners: dict[str, nn.Module] = {}
+        found = []
+        for name in self.buffer_names:
+            owner, _, own_name = name.rpartition(".")
+            if owner not in owners:
+                owners[owner] = self._module.get_submodule(owner)
+            found.append(owners[owner].get_buffer(own_name))
+        return found
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -72,12 +93,30 @@ class ModelReplica:
         goes through a staging area that the transport keeps. `transport.allocate` gives memory that needs none and is
         freed afterwards: slower to get, but right for what is large and sent rarely.
         """
+        on_gpu = allocate is plain_memory and all(each.is_cuda for each in tensors)
+        if on_gpu and 0 < sum(each.nbytes for each in tensors) <= KEPT_BYTES:
+            self._broadcast_on_gpu(tensors, src)
+            return
         for part in _parts(tensors):
             packing = FlatTensors(part)
             flats = packing.allocate(allocate)
             for flat in flats:
                 self.transport.broadcast(flat, src)
             packing.write(flats)
+
+    @torch.no_grad()
+    def _broadcast_on_gpu(self, tensors: Sequence[Tensor], src: int) -> None:
+        """The same where launches cost more than memory: flats are kept for the next time."""
+        packed = self._packed
+        if packed is None or not packed.packing.is_of(tensors):
+            packing = FlatTensors(tensors)
+            flats = packing.allocate(plain_memory)
+            packed = self._packed = _Packed(packing, flats, packing.parts(flats))
+        for flat, group in zip(packed.flats, packed.packing.groups, strict=True):  # one kernel copies all of a dtype
+            members, parts = [tensors[each] for each in group.members], [packed.parts[each] for each in group.members]
+            torch._foreach_copy_(parts, members)
+            self.transport.broadcast(flat, src)
+            torch._foreach_copy_(members, parts)
 
     def take_over(self, root: int, *, buffers: bool = True) -> None:
         """Overwrite the parameters, and `buffers` if so wished, with those of rank `root`, in place."""

@@ -1,1 +1,1 @@
-"""Other frameworks on murmura; each module imports its framework when it is used, not before."""
+"""Other frameworks on murmura. `import murmura` imports none of these modules; each imports its own framework."""

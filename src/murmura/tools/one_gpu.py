@@ -26,6 +26,7 @@ from murmura.transports.rendezvous import file_store
 LABEL = "one GPU, MPS, loopback sockets"
 LABEL_WITHOUT_MPS = "one GPU, ranks take turns, loopback sockets"
 MPS = "nvidia-cuda-mps-control"
+PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 GRACE_SECONDS = 10.0
 
 
@@ -44,8 +45,9 @@ class OneGPU:
     """A world of `num_ranks` NCCL ranks on GPU 0, kept alive between calls of `run`; a context manager.
 
     A call that fails ends the world, and the next one starts another. With `mps=False`, or where the daemon cannot be
-    started, the ranks' kernels take turns; `label` says which. A rank killed under MPS breaks the others' GPU contexts.
-    `folder` is a temporary one, which goes with the world.
+    started, the ranks' kernels take turns; `label` says which. A daemon that runs already, as `CUDA_MPS_PIPE_DIRECTORY`
+    says, is used and not ended. A rank killed under MPS breaks the others' GPU contexts. `folder` is a temporary one,
+    which goes with the world.
     """
 
     def __init__(self, num_ranks: int, *, mps: bool = True, timeout: float = 60.0) -> None:
@@ -56,8 +58,11 @@ class OneGPU:
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         self._num_worlds = 0
-        self._has_mps = mps and self._start_mps()
-        self.label = LABEL if self._has_mps else LABEL_WITHOUT_MPS
+        self._owns_mps = False
+        has_mps = mps and (PIPE in os.environ or self._start_mps())
+        if not mps and PIPE in os.environ:
+            self._variables = {PIPE: os.path.join(self.folder, "none")}  # where no daemon listens
+        self.label = LABEL if has_mps else LABEL_WITHOUT_MPS
 
     def run(self, fn: Callable[..., Any], *args: Any, limit: float = 300.0) -> list[Any]:
         """Call ``fn(transport, *args)`` on every rank; the results in rank order, or the first error that a rank has.
@@ -93,8 +98,8 @@ class OneGPU:
     def close(self) -> None:
         """End the ranks and the daemon; may be called again."""
         self._stop()
-        if self._has_mps:
-            self._has_mps = False
+        if self._owns_mps:
+            self._owns_mps = False
             subprocess.run([MPS], input="quit\n", text=True, env=self._environment(), timeout=30, check=False)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -112,13 +117,14 @@ class OneGPU:
         for name in ("pipe", "log"):
             os.mkdir(os.path.join(self.folder, name))
         self._variables = {
-            "CUDA_MPS_PIPE_DIRECTORY": os.path.join(self.folder, "pipe"),
+            PIPE: os.path.join(self.folder, "pipe"),
             "CUDA_MPS_LOG_DIRECTORY": os.path.join(self.folder, "log"),
         }
         started = subprocess.run([MPS, "-d"], env=self._environment(), timeout=30, check=False)
         if started.returncode:
             self._variables = {}
-        return started.returncode == 0
+        self._owns_mps = started.returncode == 0
+        return self._owns_mps
 
     def _environment(self) -> dict[str, str]:
         return {**os.environ, **self._variables}

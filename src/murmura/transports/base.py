@@ -105,6 +105,14 @@ class Transport(Operations, ABC):
         assert channel is not None  # every rank is a member
         return channel
 
+    def host_channel(self, name: str) -> Transport:
+        """A channel for a thread beside training, which uses it when its time comes: in no order with other channels.
+
+        Kernels of several communicators that start in other orders on other ranks may wait for each other forever, so
+        it works in host memory where this transport works on a GPU.
+        """
+        return self.channel(name)
+
     def subgroup(self, ranks: Sequence[int]) -> Transport | None:
         """The transport of `ranks` only; None on the other ranks."""
         return self.split("subgroup-" + "-".join(map(str, ranks)), ranks)
@@ -141,6 +149,17 @@ class Transport(Operations, ABC):
         return self.run_operation(
             "all_reduce", lambda: self.do_all_reduce(tensor, op, out, timeout), async_op, [tensor], received
         )
+
+    def prepared_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Any:
+        """What `run_prepared` needs to repeat an all-reduce of `tensor` that has ended; None if it cannot.
+
+        It holds no reference to the tensor: use it only for one at the same address, with the same elements.
+        """
+        return None
+
+    def run_prepared(self, prepared: Any, timeout: float | None) -> bool:
+        """Repeat an all-reduce in place, synchronously; False if nothing was done, because it must take its turn."""
+        return False
 
     @overload
     def broadcast(self, tensor: Tensor, src: int = ..., *, async_op: Sync = ..., timeout: Seconds = ...) -> Tensor: ...

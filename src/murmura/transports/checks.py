@@ -247,7 +247,7 @@ def flatten(tensor: Tensor, device: torch.device | None, *, load: bool = True) -
     tensor = tensor.detach()
     target = tensor.device if device is None or tensor.device.type == device.type else device
     if target != tensor.device or not tensor.is_contiguous():
-        if target.type != tensor.device.type:
+        if target.type != tensor.device.type and tensor.device.type != "cpu":
             _announce_staging(tensor.device.type, target.type)
         flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=target)
         if load:

@@ -28,6 +28,17 @@ STALL_SECONDS = 10.0  # after which it warns, and each time after twice as long
 LEFT_SECONDS = 3.0  # after which it asks also for ranks that left: their last kernels may be a little ahead of ours
 
 
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+
+def current_stream(device: int) -> torch.cuda.Stream:
+    """torch's current stream of GPU number `device`; to make the object anew takes longer than a launch."""
+    key = device, torch._C._cuda_getCurrentRawStream(device)
+    if key not in _streams:
+        _streams[key] = torch.cuda.current_stream(device)
+    return _streams[key]
+
+
 def _is_done(event: torch.cuda.Event) -> bool:
     return bool(event.query())  # type: ignore[no-untyped-call]
 
@@ -132,7 +143,7 @@ class OnStream:
         self._device = torch.cuda.current_device()
 
     def __enter__(self) -> None:
-        self._before = torch.cuda.current_stream(self._stream.device_index)
+        self._before = current_stream(self._stream.device_index)
         torch.cuda.set_stream(self._stream)
 
     def __exit__(self, *failure: object) -> None:
@@ -166,7 +177,7 @@ class CudaLaunches:
         self, start: Callable[[None], Any], operation: str, call: str, awaited: Sequence[int], limit: float
     ) -> None:
         """Launch what `start` starts, a work of torch's or None, on the current stream; it must end within `limit`."""
-        stream = torch.cuda.current_stream(self.device.index)
+        stream = current_stream(self.device.index)
         if not self._is_apart:
             self.order.enter(stream, in_job=bool(self.job))
         began, ended = self._event(), self._event()
@@ -253,10 +264,6 @@ class CudaLaunches:
         owner = self._owner()
         if owner is not None and owner.failure is not None:
             owner.raise_failure(operation)
-
-    def keep_own_order(self) -> None:
-        """Launch from now on in an order of its own: for a channel that only a thread beside training uses."""
-        self.order = LaunchOrder(self.device)
 
     def drain(self) -> None:
         """Let the host wait until the device has done all launches, or the watchdog has given up on one."""

@@ -284,10 +284,6 @@ class Endpoint:
             self._streams[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         return self._streams[device]
 
-    def keep_own_order(self) -> None:
-        """Let operations of this channel keep no order with those of other channels, on a GPU either."""
-        return
-
     def seconds(self, timeout: float | None) -> float:
         """The deadline of a call in seconds: its own `timeout`, or the transport's."""
         return self.timeout if timeout is None else timeout

@@ -32,6 +32,14 @@ NATIVE_DTYPES = (
 )  # fmt: skip
 
 
+def all_to_all_options() -> Any:
+    return dist.AllToAllOptions()
+
+
+def all_gather_options() -> Any:
+    return dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+
+
 def is_raw_on_cuda(tensor: Tensor) -> bool:
     """Whether the bytes of `tensor` lie side by side on a GPU and are its values."""
     return tensor.is_cuda and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
@@ -40,6 +48,17 @@ def is_raw_on_cuda(tensor: Tensor) -> bool:
 def raw(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor."""
     return tensor.detach().view(-1).view(torch.uint8)
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
+    """The flat tensor whose equal parts, in order, are `parts`, if there is one."""
+    first, length = parts[0], parts[0].numel()
+    if any(part.data_ptr() != first.data_ptr() + index * first.nbytes for index, part in enumerate(parts)):
+        return None
+    storage = first.untyped_storage()
+    if any(part.untyped_storage().data_ptr() != storage.data_ptr() for part in parts):
+        return None
+    return first.as_strided((length * len(parts),), (1,))
 
 
 def start(group: Any, device: torch.device | None, sends: Pairs, recvs: Pairs) -> Any:

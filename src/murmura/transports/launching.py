@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from murmura.errors import PeerLost, TransportError
-from murmura.transports import profiling
+from murmura.transports import group_messages, profiling
 from murmura.transports.base import Transport
+from murmura.transports.checks import describe_call
 from murmura.transports.cuda_launches import LEFT_SECONDS, CudaLaunches, Launch
 from murmura.transports.profiling import is_profiled
 from murmura.transports.serial_executor import Ticket
+from murmura.types import ReduceOp
 
 log = logging.getLogger("murmura")
 
@@ -46,6 +48,12 @@ class LaunchingTransport(Transport):
     @abstractmethod
     def explain_delay(self, launch: Launch, waited: float) -> BaseException:
         """The error of `launch`, whose time is up."""
+
+    _group: Any
+
+    @abstractmethod
+    def _await(self, start: Callable[[timedelta | None], Any], timeout: float | None) -> None:
+        """Start works of the group and wait for all of them, or launch them."""
 
     @abstractmethod
     def _break_off(self) -> None:
@@ -91,6 +99,39 @@ class LaunchingTransport(Transport):
         """Inside it the host waits for the device, because it reads what comes; see `CudaLaunches.apart`."""
         return contextlib.nullcontext() if self.launches is None else self.launches.apart(with_current=with_current)
 
+    # Collectives that the group itself has on a GPU
+
+    def all_reduce_own(self, flat: Tensor, op: ReduceOp) -> None:
+        if self.launches is None or self.world_size == 1 or self._probe is not None or is_profiled():
+            super().all_reduce_own(flat, op)
+            return
+        self.announce()
+        call = describe_call("all_reduce", op, flat)
+        self.run_in_turn("all_reduce", lambda: self.all_reduce_flat(flat, flat, op, call, None))
+
+    def do_all_to_all(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], timeout: float | None) -> None:
+        if self.launches is None or not all(map(group_messages.is_raw_on_cuda, (*sends, *recvs))):
+            super().do_all_to_all(sends, recvs, timeout)
+            return
+        self.compare_calls("all_to_all()", timeout)
+        options = self._limited(group_messages.all_to_all_options(), None)
+        outgoing, incoming = ([group_messages.raw(each) for each in tensors] for tensors in (sends, recvs))
+        self._await(lambda limit: self._group.alltoall(incoming, outgoing, options), timeout)
+
+    def all_gather_flat(self, parts: Sequence[Tensor], own: Tensor, call: str, timeout: float | None) -> None:
+        if self.launches is None:
+            super().all_gather_flat(parts, own, call, timeout)
+            return
+        self.compare_calls(call, timeout)
+        options = self._limited(group_messages.all_gather_options(), None)
+        whole = group_messages.side_by_side(parts)
+        target = own.new_empty(own.numel() * len(parts)) if whole is None else whole
+        pair = group_messages.raw(target), group_messages.raw(own)
+        self._await(lambda limit: self._group._allgather_base(*pair, options), timeout)
+        if whole is None:
+            for part, came in zip(parts, target.chunk(len(parts)), strict=True):
+                part.copy_(came)
+
     def _limited(self, options: Any, limit: timedelta | None) -> Any:
         """`options` of torch's for an operation that may take as long as `limit`."""
         if self.launches is None:
@@ -101,10 +142,6 @@ class LaunchingTransport(Transport):
 
     def communication_stream(self, device: torch.device) -> torch.cuda.Stream:
         return super().communication_stream(device) if self.launches is None else self.launches.order.stream
-
-    def keep_own_order(self) -> None:
-        if self.launches is not None:
-            self.launches.keep_own_order()
 
     # What the watchdog calls, in its thread; see `Launching`
 

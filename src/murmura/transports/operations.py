@@ -6,6 +6,8 @@ can do better overrides one of the last group, and a decorator hands each `do_` 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,10 @@ class Operations(Endpoint):
     device: torch.device | None = None
 
     def exchange(self, sends: Pairs, recvs: Pairs, *, timeout: float | None = None) -> None:
+        """See `Transport`, which defines it."""
+        raise NotImplementedError
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Any:
         """See `Transport`, which defines it."""
         raise NotImplementedError
 
@@ -93,6 +99,8 @@ class Operations(Endpoint):
             for part in parts:
                 part.copy_(own)
         else:
+            if own.data_ptr() != parts[self.rank].data_ptr() and any(_overlap(own, part) for part in parts):
+                own = own.clone()  # another rank's part is written before all have read this one
             self.all_gather_flat(parts, own, describe_call("all_gather_into", "", own), timeout)
         for flat, target in zip(flats, targets, strict=True):
             store(flat, target)
@@ -115,6 +123,10 @@ class Operations(Endpoint):
             self.reduce_scatter_flat(flat, parts, op, call, timeout)
         store(flat, out)
         return out
+
+    def all_reduce_own(self, flat: Tensor, op: ReduceOp) -> None:
+        """As `all_reduce` in place, of a flat tensor of the library's own, which needs no checks."""
+        self.all_reduce(flat, op)
 
     # For transports that can do better, with flat contiguous tensors; `call` is what the ranks must agree on, in words
 

@@ -21,7 +21,7 @@ from murmura.collectives.deadline import Deadline
 from murmura.collectives.reduction import BITWISE
 from murmura.errors import ConfigError, PeerTimeout, RendezvousError, TransportError, UsageError
 from murmura.transports import agreement, group_messages
-from murmura.transports.base import Pairs
+from murmura.transports.base import Pairs, Transport
 from murmura.transports.challenge import prove_to_each_other
 from murmura.transports.checks import Check, check_timeout, describe_exchange, flatten
 from murmura.transports.checks import store as bring_back
@@ -165,6 +165,15 @@ class ProcessGroupTransport(LaunchingTransport):
             bring_back(flat, out)
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> ProcessGroupTransport | None:
+        return self._split(name, ranks, self._kind)
+
+    def host_channel(self, name: str) -> Transport:
+        self.announce()
+        channel = self._split(name, None, "gloo" if self._on_cuda else self._kind)
+        assert channel is not None  # every rank is a member
+        return channel
+
+    def _split(self, name: str, ranks: Sequence[int] | None, kind: str) -> ProcessGroupTransport | None:
         members = self.split_members(ranks)
         if members is None:
             return None
@@ -181,7 +190,7 @@ class ProcessGroupTransport(LaunchingTransport):
                     under(self._store, label),
                     members.index(self.rank),
                     len(members),
-                    kind=self._kind,
+                    kind=kind,
                     check=self.check,
                     **self.split_options(name, members),
                     watch=lambda: failure_log.cause(f"split({name!r})", among=members),
@@ -255,15 +264,6 @@ class ProcessGroupTransport(LaunchingTransport):
         raw = flat.view(torch.uint8)
         self._await(lambda limit: self._group.broadcast([raw], self._limited(options, limit)), timeout)
 
-    def do_all_to_all(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], timeout: float | None) -> None:
-        if self.launches is None or not all(map(group_messages.is_raw_on_cuda, (*sends, *recvs))):
-            super().do_all_to_all(sends, recvs, timeout)
-            return
-        self.compare_calls("all_to_all()", timeout)
-        options = self._limited(dist.AllToAllOptions(), None)
-        outgoing, incoming = ([group_messages.raw(each) for each in tensors] for tensors in (sends, recvs))
-        self._await(lambda limit: self._group.alltoall(incoming, outgoing, options), timeout)
-
     def do_barrier(self, timeout: float | None) -> None:
         if self.world_size == 1:
             return
@@ -332,7 +332,7 @@ class ProcessGroupTransport(LaunchingTransport):
         self, outgoing: Tensor, dst: int, incoming: Tensor, src: int, *, timeout: float | None = None
     ) -> Iterator[tuple[int, int]]:
         """See `Streaming`. For collectives only: it runs inside the operation under way."""
-        if self._on_cuda:  # a stream of the device keeps the order; nothing is gained by parts
+        if self._on_cuda:  # nothing is gained by parts
             self.move([(outgoing, dst)], [(incoming, src)], self.seconds(timeout))
             yield 0, incoming.numel()
             return

@@ -39,12 +39,12 @@ def _disabled(method: Callable[..., Any]) -> Callable[..., Any]:
             set_eval_frame(compiler)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    _skip(call)
+    skip(call)
     return call
 
 
-def _skip(function: Any) -> None:
-    """Let the compiler pass over the frames of `function`, in the words of this version of torch."""
+def skip(function: Any) -> None:
+    """Let the compiler pass over the frames of `function`, though not of those it calls."""
     module: Any = eval_frame
     if hasattr(module, "set_code_exec_strategy"):
         action: Any = module._FrameAction

@@ -17,7 +17,7 @@ from murmura.integrations.c10d.process_group import MurmuraProcessGroup
 from murmura.integrations.c10d.work import seconds_of
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-TRIED_VERSIONS = ((2, 13),)  # of torch, with which its own tests were run on this backend
+TRIED_VERSIONS = ((2, 11), (2, 13))  # of torch, with which its own tests were run on this backend
 
 
 def create(options: Any, backend_options: Any = None) -> MurmuraProcessGroup:

@@ -13,6 +13,7 @@ from murmura.errors import TransportError, UsageError
 from murmura.integrations.c10d.groups import Channel
 from murmura.integrations.c10d.memory_pool import MemoryPool
 from murmura.integrations.c10d.operation_queue import OperationQueue
+from murmura.integrations.c10d.repeated_all_reduces import RepeatedAllReduces
 from murmura.integrations.c10d.work import QueuedWork, seconds_of
 
 DRAIN_SECONDS = 2.0  # for queued operations to end when a group is destroyed
@@ -50,6 +51,7 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         self._name, self._desc = "", ""
         self._queue = OperationQueue(f"c10d-{channel.transport.name}", channel.transport.reporter.own)
         self._pool = MemoryPool(channel.transport)
+        self._repeated = RepeatedAllReduces(channel.transport)
         self._num_barriers = 0
         self.options = GroupOptions(timeout)
 
@@ -174,6 +176,7 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         self._queue.close()
         self._channel.close()
         self._pool.close()
+        self._repeated.clear()
         if self._others is not None:
             with contextlib.suppress(RuntimeError):  # torch 2.6 has it on backends only
                 self._others.shutdown()
@@ -188,5 +191,4 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         if device is not None and torch.device(device).type != "cpu":
             return self._elsewhere(torch.device(device))._end_coalescing(torch.device(device))
         everything = QueuedWork(self._queue, lambda limit: None, ())  # ends after all that was called before
-        self._queue.submit(everything, urgent=False)
-        return everything
+        return self._queue.submit(everything)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 from murmura.integrations.c10d.errors import GroupPeerTimeout, as_torch_error
 from murmura.integrations.c10d.work import Operation, QueuedWork
@@ -51,30 +53,36 @@ class OperationQueue:
 
     def run(self, operation: Operation, timeout: float | None) -> None:
         """Run an operation in the caller's thread, after what is queued."""
-        if not self._pending and self._running.acquire(False):
-            try:
-                operation(timeout)
-            except BaseException as error:
-                as_torch_error(error)
-                raise
-            finally:
-                self._running.release()
-            if self._pending:
-                self.wake()
+        if self.run_at_once(_done, operation, timeout):
             return
         work = QueuedWork(self, lambda _: operation(timeout), ())
         self._pending.append(work)
         self.wake()
         work.wait()
 
-    def submit(self, work: QueuedWork, *, urgent: bool) -> None:
-        """Queue an operation; the thread of the queue begins with it at once if it is urgent."""
+    def run_at_once(self, function: Callable[..., bool], *args: Any) -> bool:
+        """What `function` returns, called in its turn if that is now; else False."""
+        if self._pending or not self._running.acquire(False):
+            return False
+        try:
+            return function(*args)
+        except BaseException as error:
+            as_torch_error(error)
+            raise
+        finally:
+            self._running.release()
+            if self._pending:
+                self.wake()
+
+    def submit(self, work: QueuedWork, *, urgent: bool = False) -> QueuedWork:
+        """Queue an operation and return it; the thread of the queue begins with it at once if it is urgent."""
         self._pending.append(work)
         if urgent:
             self.wake()
         elif self._asleep:
             self._start()
             self._wakeup.set()
+        return work
 
     def complete(self, work: QueuedWork, timeout: float | None) -> None:
         """Return when `work` has ended; run the queue up to it, unless another thread does.
@@ -179,3 +187,8 @@ class OperationQueue:
         if self._num_waiting:
             with self._finished:
                 self._finished.notify_all()
+
+
+def _done(operation: Operation, timeout: float | None) -> bool:
+    operation(timeout)
+    return True

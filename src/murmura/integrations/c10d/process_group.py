@@ -18,7 +18,7 @@ from murmura.integrations.c10d import compilation, profiling, sparse
 from murmura.integrations.c10d.identity import GroupIdentity
 from murmura.integrations.c10d.monitored_barrier import monitored_barrier
 from murmura.integrations.c10d.tensors import Flat, flat_views, one_dtype, reduce_op, split_rows
-from murmura.integrations.c10d.work import FinishedWork, MessageWork, Operation, QueuedWork, seconds_of
+from murmura.integrations.c10d.work import SYNCHRONOUS, FinishedWork, MessageWork, Operation, QueuedWork, seconds_of
 
 LAZY_BYTES = 256 * 1024
 """Up to this size an asynchronous operation is left to whoever waits for it."""
@@ -43,33 +43,49 @@ class MurmuraProcessGroup(GroupIdentity):
         (tensor,) = tensors = _listed(tensors)
         if not tensor.is_cpu:
             return self._elsewhere(tensor.device).allreduce(tensors, opts)
-        op = reduce_op(_op_of(opts), tensor.dtype)
         if tensor.layout is not torch.strided:
+            op = reduce_op(_op_of(opts), tensor.dtype)
             sparse.check(tensor, op)
             return self._start(
                 "all_reduce", lambda limit: sparse.all_reduce(self._transport, tensor, limit), tensors, tensors, opts
             )
-        return self._start("all_reduce", self._all_reduce(tensor, op), tensors, tensors, opts)
+        prepared = self._repeated.find(tensor, opts)
+        if prepared is not None and not profiling.is_on():
+            limit = seconds_of(opts.timeout)
+            if opts.asyncOp is False:
+                if self._queue.run_at_once(self._transport.run_prepared, prepared, limit):
+                    return SYNCHRONOUS
+            elif limit is None:
+                return self._queue.submit(
+                    QueuedWork(self._queue, self._repeat(prepared, tensor, opts), tensors, None, "all_reduce")
+                )
+        return self._start("all_reduce", self._all_reduce(tensor, opts), tensors, tensors, opts)
+
+    def _repeat(self, prepared: Any, tensor: Tensor, opts: Any) -> Operation:
+        def run(limit: float | None) -> None:
+            if not self._transport.run_prepared(prepared, limit):
+                self._all_reduce(tensor, opts)(limit)
+
+        return run
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         if not tensors[0].is_cpu:
             return self._elsewhere(tensors[0].device).allreduce_coalesced(tensors, opts)
         one_dtype(tensors, "all_reduce_coalesced")
-        op = reduce_op(_op_of(opts), tensors[0].dtype)
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 raise UsageError("a sparse tensor cannot be coalesced with others; call all_reduce for each.")
-        operations = [self._all_reduce(tensor, op) for tensor in tensors]
+        operations = [self._all_reduce(tensor, opts) for tensor in tensors]
         return self._start("all_reduce", _in_turn(operations), tensors, tensors, opts)
 
-    def _all_reduce(self, tensor: Tensor, op: Any) -> Operation:
-        flat = Flat(tensor)
+    def _all_reduce(self, tensor: Tensor, opts: Any) -> Operation:
+        op, flat = reduce_op(_op_of(opts), tensor.dtype), Flat(tensor)
         row = flat.row.view(torch.uint8) if tensor.dtype is torch.bool else flat.row
-        all_reduce = self._transport.all_reduce
 
         def run(limit: float | None) -> None:
-            all_reduce(row, op, timeout=limit)
+            self._transport.all_reduce(row, op, timeout=limit)
             flat.store()
+            self._repeated.remember(tensor, opts, row, op)
 
         return run
 
@@ -331,8 +347,7 @@ class MurmuraProcessGroup(GroupIdentity):
             operation = _limited(operation, limit)
         work = QueuedWork(self._queue, operation, outputs, end, name)
         num_bytes = sum(tensor.nbytes for tensor in inputs if tensor.layout is torch.strided)
-        self._queue.submit(work, urgent=num_bytes > LAZY_BYTES)
-        return work
+        return self._queue.submit(work, urgent=num_bytes > LAZY_BYTES)
 
     def _event(self, name: str, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
         """Begin an event in torch.profiler; None if none runs."""
@@ -340,7 +355,7 @@ class MurmuraProcessGroup(GroupIdentity):
 
 
 def _listed(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    return tensors if type(tensors) is list else [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def _op_of(opts: Any) -> Any:

@@ -21,9 +21,8 @@ NAMES = {
 }  # fmt: skip
 
 
-def is_on() -> bool:
-    """Whether a profiler runs in this thread."""
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+is_on: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+"""Whether a profiler runs in this thread."""
 
 
 def begin(name: str, tensors: Sequence[Tensor]) -> Callable[[], None]:

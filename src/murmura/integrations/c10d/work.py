@@ -33,12 +33,11 @@ def seconds_of(timeout: timedelta | None) -> float | None:
 class _EndedWork(Work):
     """What all works have in common once they have ended."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.error: BaseException | None = None
-        self.outputs: Sequence[Tensor] = ()
-        self._unresolved: list[Any] = []  # the future, until it is resolved; popped by whoever resolves it
-        self._future: Any = None
+    # In the class, so that making a work, which torch discards a moment later, sets as little as possible.
+    error: BaseException | None = None
+    outputs: Sequence[Tensor] = ()
+    _unresolved: Any = ()  # the future in a list, until whoever resolves it pops it
+    _future: Any = None
 
     def is_completed(self) -> bool:
         return True
@@ -96,13 +95,26 @@ class FinishedWork(_EndedWork):
     """An operation that ran in the call itself."""
 
     def __init__(self, outputs: Sequence[Tensor] = ()) -> None:
-        super().__init__()
+        Work.__init__(self)
         self.outputs = outputs
+
+
+class SynchronousWork(FinishedWork):
+    """The work of every small operation that torch asked to run at once, and whose work it shows to nobody."""
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        return True
+
+
+compilation.skip(SynchronousWork.wait)
+SYNCHRONOUS = SynchronousWork()
 
 
 @compilation.outside("wait", "get_future", "is_completed")
 class QueuedWork(_EndedWork):
     """An operation in the queue of its group; whoever runs it calls `perform`."""
+
+    ended = False
 
     def __init__(
         self,
@@ -113,11 +125,10 @@ class QueuedWork(_EndedWork):
         name: str = "an operation",
     ) -> None:
         """`finish` is called once, at the end of ``wait``; errors tell the `name`."""
-        super().__init__()
+        Work.__init__(self)
         self._queue = queue
         self._operation: Operation | None = operation
         self.outputs = outputs
-        self.ended = False
         self._finish = finish
         self.name = name
 
@@ -140,10 +151,12 @@ class QueuedWork(_EndedWork):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if not self.ended:
             self._queue.complete(self, seconds_of(timeout))
-        finish, self._finish = self._finish, None
-        if finish is not None:
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
             finish()
-        return super().wait()
+        if self.error is not None:
+            raise self.error
+        return True
 
     def _arrange(self) -> None:
         self._queue.wake()
@@ -156,7 +169,7 @@ class MessageWork(_EndedWork):
     """A message being sent or received."""
 
     def __init__(self, message: Message, tensor: Tensor, finish: Callable[[], None] | None = None) -> None:
-        super().__init__()
+        Work.__init__(self)
         self._message = message
         self._finish = finish  # called once when it has ended
         self.outputs = (tensor,)

@@ -23,7 +23,7 @@ from murmura.errors import ConfigError
 from murmura.tools.bench.buffers import ELEMENT_BYTES, most_per_batch, num_buffers
 from murmura.tools.bench.harness import Contestant, slowest
 from murmura.tools.bench.sizes import format_size
-from murmura.tools.experiments.gloo import LOOPBACK, gloo_backend
+from murmura.tools.experiments.process_groups import LOOPBACK, gloo_backend
 
 ALLOCATED = "murmura allocated"
 ANY_TENSOR = "murmura any tensor"

@@ -8,7 +8,8 @@ device              the name of the GPU
 models              by name: about, parameters, parameter_tensors
 steps               one row for each number of ranks, model and contestant:
     model, ranks, contestant
-    milliseconds    of one step that begins when all is idle, until the GPU is done: the median of the slowest rank
+    milliseconds    of one step that begins when all is idle, until the GPU is done: the median of the slowest rank, or
+                    the mean for algorithms that communicate in every 20th step, over whole periods
     host_milliseconds  until the host is free: forward, backward and step have returned
     loop_milliseconds  of one step of many in a row
     extra_mib       GPU memory of a rank at the peak, beyond the bare module's
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -33,6 +35,7 @@ from torch import nn
 
 from murmura import DDP, Cast, GradientAllReduceAlgorithm, Transport
 from murmura.algorithms import algorithm_named
+from murmura.algorithms.names import LOCAL_STEPS
 from murmura.tools.bench.cuda_models import CUDA_MODELS, CudaModel
 from murmura.tools.bench.harness import Report, load
 from murmura.tools.one_gpu import LABEL, OneGPU
@@ -40,6 +43,7 @@ from murmura.tools.options import check_seconds, raise_faults
 from murmura.tools.progress import Progress, Tell, silent
 
 BARE, TORCH, TORCH_BF16, MURMURA, CAST = "bare", "torch-ddp", "torch-ddp-bf16", "murmura", "cast-bf16"
+PERIODIC = ("async", "local_sgd", "diloco")  # they communicate in every `LOCAL_STEPS`-th step
 WARM_STEPS = 5
 MIN_STEPS, MAX_STEPS = 5, 200
 WAIT_SECONDS = 120.0
@@ -108,17 +112,18 @@ class CudaDDPReport(Report[CudaDDPSpec]):
 
 
 def run_cuda_ddp(spec: CudaDDPSpec, on_progress: Tell = silent) -> CudaDDPReport:
-    """Measure `spec`, with a world of ranks on one GPU for each number of them."""
-    load_before, rows, label, stage = load(), [], LABEL, 0
-    for ranks in spec.ranks:
+    """Measure `spec`, with a world of ranks on one GPU for each model and number of them.
+
+    A world for each, because torch's DDP does not free its buckets before another one is made.
+    """
+    load_before, rows, label = load(), [], LABEL
+    for stage, (ranks, model) in enumerate(itertools.product(spec.ranks, spec.models)):
+        on_progress(Progress(stage, 0.0))
         with OneGPU(ranks, timeout=WAIT_SECONDS) as gpu:
             label = gpu.label
-            for model in spec.models:
-                on_progress(Progress(stage, 0.0))
-                found = gpu.run(measure_model, model, spec.contestants, spec.seconds, str(gpu.folder), limit=600)[0]
-                rows += _rows(model, ranks, found)
-                on_progress(Progress(stage, 1.0, len(found)))
-                stage += 1
+            found = gpu.run(measure_model, model, spec.contestants, spec.seconds, str(gpu.folder), limit=600)[0]
+        rows += _rows(model, ranks, found)
+        on_progress(Progress(stage, 1.0, len(found)))
     about = {each: _about(each) for each in spec.contestants}
     device = torch.cuda.get_device_name()
     return CudaDDPReport(
@@ -198,6 +203,8 @@ def _measure(transport: Transport, recipe: CudaModel, name: str, seconds: float,
         whole.append(time.perf_counter() - began)
         if len(whole) == MIN_STEPS:
             number = _count(transport, seconds / 2, statistics.median(whole))
+            if name in PERIODIC:
+                number = -(-number // LOCAL_STEPS) * LOCAL_STEPS
     torch.cuda.synchronize()
     transport.barrier()
     began = time.perf_counter()
@@ -207,7 +214,8 @@ def _measure(transport: Transport, recipe: CudaModel, name: str, seconds: float,
     loop = (time.perf_counter() - began) / number
     memory = (torch.cuda.max_memory_allocated() - base) / 2**20
     close()
-    return [statistics.median(whole), statistics.median(host), loop, memory]
+    middle = statistics.fmean if name in PERIODIC else statistics.median
+    return [middle(whole), middle(host), loop, memory]
 
 
 def _count(transport: Transport, seconds: float, step_seconds: float) -> int:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from murmura import DDP, Algorithm, Transport, __version__
 from murmura.tools.bench.harness import Contestant
 from murmura.tools.bench.models import Batch, Model
-from murmura.tools.experiments.gloo import LOOPBACK, gloo_group
+from murmura.tools.experiments.process_groups import LOOPBACK, gloo_group
 from murmura.tools.experiments.recipes import described
 from murmura.tools.lab.network import Counters
 

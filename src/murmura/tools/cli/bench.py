@@ -14,6 +14,7 @@ from murmura.tools.bench.all_reduce import AllReduceSpec, run_all_reduce
 from murmura.tools.bench.all_reduce_contestants import Peer
 from murmura.tools.bench.c10d import C10dSpec, run_c10d
 from murmura.tools.bench.compressors import CompressorsSpec, run_compressors
+from murmura.tools.bench.cuda_all_reduce import run_cuda_all_reduce
 from murmura.tools.bench.cuda_ddp import CAST, CudaDDPSpec, run_cuda_ddp
 from murmura.tools.bench.cuda_models import CUDA_MODELS
 from murmura.tools.bench.ddp import DDPSpec, run_ddp
@@ -61,6 +62,12 @@ Against = Annotated[
         metavar="PEERS",
     ),
 ]
+DeviceName = Annotated[
+    str,
+    typer.Option(
+        "--device", help="cpu, or cuda: NCCL ranks that share one GPU, over loopback sockets.", metavar="NAME"
+    ),
+]
 RankCounts = Annotated[str, typer.Option("-n", "--ranks", help="Numbers of ranks: a list.", metavar="LIST")]
 
 
@@ -99,6 +106,7 @@ def all_reduce(
             metavar="PEERS",
         ),
     ] = ["gloo"],  # noqa: B006  # typer copies it
+    device: DeviceName = "cpu",
     seconds: Annotated[float, typer.Option(help="Seconds to measure each size, all contestants together.")] = 3.0,
     json: Json = None,
 ) -> None:
@@ -109,14 +117,17 @@ def all_reduce(
     round by round; a time is the median over all rounds of the slowest rank. "x Gloo" says how many times as long
     Gloo took.
 
+    With `--device cuda` murmura on NCCL is measured beside NCCL itself, until the GPU is done.
+
     For example: `murmura bench all-reduce --ranks 4 --sizes 4KiB,25MiB --against gloo,mpich --json result.json`
     """
     with exit_on_error():
-        peers = parse_list(against, lambda entry: parse(Peer, entry, "--against"))
+        on_gpu = parse(Device, device, "--device") is Device.CUDA
+        peers = () if on_gpu else parse_list(against, lambda entry: parse(Peer, entry, "--against"))
         spec = AllReduceSpec(ranks=ranks, sizes_bytes=parse_list(sizes, parse_size), peers=peers, seconds=seconds)
         check_writable(json)
         with showing_progress([format_size(size) for size in spec.sizes_bytes]) as on_progress:
-            report = run_all_reduce(spec, on_progress)
+            report = (run_cuda_all_reduce if on_gpu else run_all_reduce)(spec, on_progress)
         print_result([all_reduce_table(report)], report.contestants, json, report.to_json())
 
 
@@ -130,9 +141,7 @@ def ddp(
             metavar="LIST",
         ),
     ] = "",
-    device: Annotated[
-        str, typer.Option(help="cpu, or cuda: NCCL ranks that share one GPU, over loopback sockets.", metavar="DEVICE")
-    ] = "cpu",
+    device: DeviceName = "cpu",
     algorithms: Annotated[
         str,
         typer.Option(
@@ -216,7 +225,7 @@ def c10d(
 
 @app.command()
 def compressors(
-    size: Annotated[str, typer.Option(help="Size of the tensors in host memory.", metavar="SIZE")] = "25MiB",
+    size: Annotated[str, typer.Option("--size", help="Size of the tensors in host memory.", metavar="SIZE")] = "25MiB",
     cuda_size: Annotated[
         str, typer.Option(help="Size of the tensors on a CUDA device, if there is one.", metavar="SIZE")
     ] = "400MiB",

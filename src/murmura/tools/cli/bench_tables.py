@@ -21,7 +21,7 @@ from murmura.tools.bench.network_contestants import BARE as NO_COMMUNICATION
 from murmura.tools.bench.sizes import format_size
 from murmura.tools.cli.output import digits, plain_table, ratio, spread
 
-TITLES = {"gloo": "Gloo", "mpich": "MPICH", "torch-ddp": "torch DDP"}
+TITLES = {"gloo": "Gloo", "mpich": "MPICH", "nccl": "NCCL", "torch-ddp": "torch DDP"}
 Row = TypeVar("Row", StepRow, MemoryRow)
 
 

@@ -37,7 +37,8 @@ COLUMNS = ("contestant", "steps to\ntarget", "seconds to\ntarget", "step\nms", "
 
 def command(
     task: Annotated[
-        str, typer.Option(help=f"Task to train: {', '.join(TASKS)}.", metavar="TASK", autocompletion=among(TASKS))
+        str,
+        typer.Option("--task", help=f"Task to train: {', '.join(TASKS)}.", metavar="TASK", autocompletion=among(TASKS)),
     ] = "charlm",
     algorithms: Algorithms = "all",
     ranks: Annotated[int, typer.Option("-n", "--ranks", help="Number of ranks.", metavar="N")] = 4,
@@ -59,6 +60,12 @@ def command(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of data and initial weights.", metavar="N")] = 0,
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device", help="cpu, or cuda: NCCL ranks that share one GPU, over loopback sockets.", metavar="NAME"
+        ),
+    ] = "cpu",
     json: Annotated[Path | None, typer.Option(help=JSON_HELP, metavar="FILE")] = None,
     out: Annotated[
         Path | None,
@@ -69,7 +76,7 @@ def command(
 
     On each link all contestants train in the same processes, taking turns of a few steps. A named rate is a link
     between hosts that are network namespaces, which needs root and iproute2; where that is not permitted a throttled
-    transport stands in, without torch's DDP, and the table says so.
+    transport stands in, without torch's DDP, and the table says so. With `--device cuda` it always does.
 
     For example: `murmura compare --algorithms gradient_allreduce,bytegrad,local_sgd --bandwidth 100mbit,1gbit,local`
     """
@@ -82,6 +89,7 @@ def command(
             steps=steps,
             target=target,
             seed=seed,
+            device=device,
         )
         check_writable(json)
         folder = out if out is not None else Path("runs") / f"compare-{task}-{datetime.now():%Y%m%d-%H%M%S}"

@@ -35,6 +35,7 @@ def doctor(
         str | None,
         typer.Option(help="Interface that Gloo uses between hosts.", metavar="NAME", envvar="GLOO_SOCKET_IFNAME"),
     ] = None,
+    nccl_interface: Annotated[str | None, typer.Option(envvar="NCCL_SOCKET_IFNAME", hidden=True)] = None,
     omp_num_threads: Annotated[str | None, typer.Option(envvar="OMP_NUM_THREADS", hidden=True)] = None,
 ) -> None:
     """Check this machine and say what to do about each finding.
@@ -48,7 +49,7 @@ def doctor(
     with exit_on_error():
         check_writable(json)
     with showing_steps() as on_step:
-        diagnosis = run_checks(omp_num_threads, interface, with_live=not no_live, on_step=on_step)
+        diagnosis = run_checks(omp_num_threads, interface, nccl_interface, with_live=not no_live, on_step=on_step)
     if json == STANDARD_OUTPUT:
         typer.echo(diagnosis.to_json(), nl=False)
     else:

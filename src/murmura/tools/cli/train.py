@@ -21,7 +21,7 @@ from murmura.tools.experiments import TASKS
 from murmura.tools.experiments.recipes import configuration
 from murmura.tools.experiments.run_training import Outcome, first_step, train
 from murmura.tools.experiments.runs import RunFolder, settings_of
-from murmura.tools.experiments.settings import TRANSPORTS, TrainSettings, merged
+from murmura.tools.experiments.settings import DEVICES, TRANSPORTS, TrainSettings, merged
 
 DEFAULTS = TrainSettings()
 
@@ -29,6 +29,7 @@ DEFAULTS = TrainSettings()
 def _setting(name: str, help: str, *flags: str, metavar: str = "N", choices: Iterable[str] | None = None) -> Any:
     """Return the option of a setting; its default is that of `TrainSettings`, unless a TOML file gives another."""
     shown, complete = str(getattr(DEFAULTS, name)), None if choices is None else among(choices)
+    flags = flags or (f"--{name.replace('_', '-')}",)  # some versions of typer would name it after its metavar
     return typer.Option(*flags, help=help, metavar=metavar, show_default=shown, autocompletion=complete)
 
 
@@ -44,6 +45,10 @@ def command(
     transport: Annotated[
         str | None,
         _one_of("transport", TRANSPORTS, more=" Ranks are threads with in_process, otherwise processes."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        _one_of("device", DEVICES, "DEVICE", more=" On cuda all ranks share one GPU; nccl can join them."),
     ] = None,
     bandwidth: Annotated[
         str | None,
@@ -83,6 +88,7 @@ def command(
         "algorithm": algorithm,
         "steps": steps,
         "transport": transport,
+        "device": device,
         "bandwidth": bandwidth,
         "seed": seed,
         "checkpoint_every": checkpoint_every,

@@ -23,6 +23,7 @@ SECTION_SECONDS = 30.0
 def run_checks(
     omp_num_threads: str | None,
     gloo_socket_ifname: str | None,
+    nccl_socket_ifname: str | None = None,
     *,
     with_live: bool = True,
     on_step: Callable[[str], None] = lambda step: None,
@@ -32,7 +33,7 @@ def run_checks(
 
     def check_accelerators() -> list[Finding]:
         nonlocal gpus
-        gpus = accelerators.gather()
+        gpus = accelerators.gather(nccl_socket_ifname or "")
         return accelerators.check(gpus)
 
     sections: dict[Section, Callable[[], list[Finding]]] = {

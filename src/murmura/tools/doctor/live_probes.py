@@ -19,6 +19,7 @@ import torch
 from murmura import Transport, run_world
 from murmura.tools.doctor.findings import Finding, Section
 from murmura.tools.doctor.with_timeout import call_with_timeout, one_line
+from murmura.tools.one_gpu import OneGPU
 from murmura.transports.shared_memory import futex
 
 TIMEOUT_SECONDS = 10.0  # of each wait
@@ -29,6 +30,7 @@ LENGTHS = (1024, 256 * 1024 + 3)  # float32: one message below the size of a chu
 NUM_ROUNDS = 5
 SLOW_SECONDS = 0.25
 QUOTED_LINES = 3
+ONE_GPU = "one_gpu"  # a kind of world beside those of run_world
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,11 @@ GLOO = Probe(
 
 
 def nccl(num_gpus: int) -> Probe:
+    """Two ranks that share the only GPU, each told of a host of its own; else a rank on each GPU."""
     return Probe(
-        "processes over NCCL",
-        num_gpus,
-        "processes",
+        "processes over NCCL" if num_gpus > 1 else "processes over NCCL that share the GPU, over loopback sockets",
+        max(2, num_gpus),
+        "processes" if num_gpus > 1 else ONE_GPU,
         "nccl",
         "NCCL_DEBUG=INFO makes NCCL say what it does; nvidia-smi shows whether the GPUs are free. Until then: shared "
         "memory, or threads.",
@@ -117,10 +120,14 @@ def try_out(probe: Probe, start_seconds: float, said: Callable[[], str]) -> Find
     said()
 
     def work() -> list[Trial]:
+        if probe.kind == ONE_GPU:
+            with OneGPU(probe.num_ranks, timeout=probe.timeout) as gpu:
+                return gpu.run(exercise, probe.on_cuda, limit=start_seconds + probe.timeout)
         return run_world(
             exercise, probe.num_ranks, probe.on_cuda, kind=probe.kind, transport=probe.transport, timeout=probe.timeout
         )
 
+    start_seconds += START_SECONDS if probe.kind == ONE_GPU else 0.0
     tried = call_with_timeout(work, start_seconds + probe.timeout + GRACE_SECONDS)
     if tried.fault is not None or tried.value is None:
         fault = one_line(tried.fault or RuntimeError("it returned nothing"))
@@ -130,7 +137,7 @@ def try_out(probe: Probe, start_seconds: float, said: Callable[[], str]) -> Find
 
 def exercise(transport: Transport, on_cuda: bool) -> Trial:
     """Run on each rank: sums with known results, several times."""
-    if on_cuda:
+    if on_cuda and torch.cuda.device_count() > 1:
         torch.cuda.set_device(transport.rank)
     device = "cuda" if on_cuda else "cpu"
     size = transport.world_size
@@ -169,10 +176,6 @@ def check(probe: Probe, trials: Sequence[Trial], total_seconds: float) -> Findin
         f"{length * 4 // 1024} KiB in {_milliseconds(each)}" for length, each in zip(LENGTHS, slowest, strict=True)
     )
     detail = f"every sum right to the bit; {times}; {total_seconds:.1f} s with start and end"
-    if probe.num_ranks == 1:
-        detail = (
-            f"it starts and ends ({total_seconds:.1f} s); one rank has nobody to exchange with, so no more was tested"
-        )
     if slowest[0] > SLOW_SECONDS:
         return Section.LIVE.warning(
             f"{title}: slow",

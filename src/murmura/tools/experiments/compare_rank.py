@@ -16,9 +16,9 @@ from torch import nn
 from murmura import ThrottledTransport, Transport, __version__
 from murmura.observe import JSONLines, Observer, Record
 from murmura.tools.experiments.compare_spec import BASELINE, BLOCK_STEPS, LOCAL, TORCH_DDP, ComparisonSpec
-from murmura.tools.experiments.gloo import gloo_group
 from murmura.tools.experiments.loop import Training, TrainingLoop
 from murmura.tools.experiments.machine import Machine
+from murmura.tools.experiments.process_groups import gloo_group, nccl_group
 from murmura.tools.experiments.recipes import configuration, optimizer_for
 from murmura.tools.experiments.runs import FINISHED, RunFolder
 from murmura.tools.experiments.tasks import task_named
@@ -33,7 +33,7 @@ class Murmura:
 
     def __init__(self, transport: Transport, spec: ComparisonSpec, algorithm: str) -> None:
         task = task_named(spec.task, spec.seed)
-        self.training = Training(transport, task, algorithm, spec.num_steps)
+        self.training = Training(transport, task, algorithm, spec.num_steps, spec.device)
         self.records: list[Record] = []
         self.consensus_distance = self.training.ddp.consensus_distance
         self.evaluate = self.training.evaluate
@@ -46,11 +46,14 @@ class Murmura:
 
 
 class Torch:
-    """torch's DDP on Gloo, with the optimizer of plain all-reduce. Only the total time of a step is known."""
+    """torch's DDP on Gloo, or on a GPU on NCCL, with the optimizer of plain all-reduce.
+
+    Only the total time of a step is known.
+    """
 
     def __init__(self, transport: Transport, spec: ComparisonSpec, group: Any) -> None:
         task = task_named(spec.task, spec.seed)
-        model = task.model()
+        model = task.model().to(spec.device)
         ddp = nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
         optimizer = optimizer_for(BASELINE, ddp, task.learning_rate, spec.num_steps)
         self.training = TrainingLoop(task, ddp, optimizer, transport.rank, spec.num_steps)
@@ -94,7 +97,9 @@ def compare_as_rank(transport: Transport, spec: ComparisonSpec, link: str, folde
     contestants: dict[str, Murmura | Torch] = {}
     if in_lab or link == LOCAL:
         place = {"interface": INTERFACE} if in_lab else {}
-        group = gloo_group(transport, folder / f".store-{link}", **place)
+        store_file = folder / f".store-{link}"
+        on_gpu = spec.device == "cuda"
+        group = nccl_group(transport, store_file) if on_gpu else gloo_group(transport, store_file, **place)
         contestants[TORCH_DDP] = Torch(transport, spec, group)
     throttled = transport if in_lab or link == LOCAL else ThrottledTransport(transport, link)
     contestants |= {name: Murmura(throttled, spec, name) for name in spec.algorithms}
@@ -125,10 +130,11 @@ def compare_as_rank(transport: Transport, spec: ComparisonSpec, link: str, folde
     transport.barrier()  # no rank may leave while a peer still needs it
 
 
-def described(name: str, num_steps: int) -> str:
+def described(name: str, num_steps: int, device: str = "cpu") -> str:
     """Describe a contestant."""
     if name == TORCH_DDP:
-        return f"DistributedDataParallel of torch {torch.__version__}, gradient_as_bucket_view=True, Gloo; AdamW"
+        group = "NCCL" if device == "cuda" else "Gloo"
+        return f"DistributedDataParallel of torch {torch.__version__}, gradient_as_bucket_view=True, {group}; AdamW"
     return f"{configuration(name, num_steps)}; murmura {__version__}"
 
 
@@ -150,6 +156,8 @@ def _described(
     task = task_named(spec.task, spec.seed)
     is_local = link == LOCAL
     transport = "gloo" if in_lab or name == TORCH_DDP else "shared_memory"
+    if spec.device == "cuda":
+        transport = "nccl"
     return {
         "name": f"{name}, {link}",
         "settings": {
@@ -158,11 +166,12 @@ def _described(
             "algorithm": name,
             "steps": spec.num_steps,
             "transport": transport,
+            "device": spec.device,
             "bandwidth": None if is_local else link,
             "link": "this machine" if is_local else "hosts in network namespaces" if in_lab else "ThrottledTransport",
             "seed": spec.seed,
         },
-        "configuration": described(name, spec.num_steps),
+        "configuration": described(name, spec.num_steps, spec.device),
         "machine": dataclasses.asdict(Machine.here()),
         "status": FINISHED,
         "result": {

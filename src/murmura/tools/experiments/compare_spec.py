@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from murmura.algorithms.names import LOCAL_STEPS
 from murmura.errors import ConfigError
 from murmura.tools.experiments.recipes import parse_algorithms
+from murmura.tools.experiments.settings import check_device
 from murmura.tools.experiments.tasks import task_named
 from murmura.transports.decorators.throttled import parse_rate
 
@@ -30,12 +31,14 @@ class ComparisonSpec:
     steps: int  # rounded up to whole blocks
     target: float | None = None  # the held-out loss that is raced for; None lets the contestants decide
     seed: int = 0
+    device: str = "cpu"  # on "cuda" the ranks, joined by NCCL, share one GPU
 
     def __post_init__(self) -> None:
         task_named(self.task, self.seed)
         parse_algorithms(self.algorithms)
         if not 2 <= self.ranks <= MAX_RANKS:
             raise ConfigError(f"ranks={self.ranks}: synchronising is compared with 2 to {MAX_RANKS} ranks.")
+        check_device(self.device)
         if self.steps < 1:
             raise ConfigError(f"steps={self.steps}: give a number at least 1.")
         if not self.links:

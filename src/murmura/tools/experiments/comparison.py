@@ -25,6 +25,7 @@ from murmura.tools.experiments.compare_spec import BASELINE, BLOCK_STEPS, LOCAL,
 from murmura.tools.experiments.machine import Machine
 from murmura.tools.experiments.runs import Run
 from murmura.tools.lab import Hosts
+from murmura.tools.one_gpu import OneGPU
 from murmura.tools.options import typed_command
 from murmura.tools.progress import Tell, silent, watching
 from murmura.transports.decorators.throttled import parse_rate
@@ -89,6 +90,12 @@ def run_comparison(spec: ComparisonSpec, folder: Path, on_progress: Tell = silen
 def _run_link(spec: ComparisonSpec, link: str, folder: Path) -> str:
     """Run the world of `link` and return how the link was made."""
     what = f"the comparison on {link}"
+    if spec.device == "cuda":
+        seconds = STEP_SECONDS * spec.num_steps * (len(spec.algorithms) + 1)
+        with OneGPU(spec.ranks, timeout=ranks.WAIT_SECONDS) as gpu:
+            gpu.run(compare_as_rank, spec, link, folder, False, limit=seconds)
+        throttled = "" if link == LOCAL else "; ThrottledTransport, so torch's DDP is not compared"
+        return f"NCCL, {gpu.label}{throttled}"
     if link == LOCAL:
         ranks.run_here(what, compare_as_rank, spec.ranks, spec, link, folder, False)
         return "shared memory; torch's DDP on Gloo over loopback"
@@ -119,7 +126,7 @@ def compared(spec: ComparisonSpec, runs: Sequence[Run], notes: dict[str, str]) -
         for link in spec.links
     }
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    about = {row.contestant: described(row.contestant, spec.num_steps) for row in rows}
+    about = {row.contestant: described(row.contestant, spec.num_steps, spec.device) for row in rows}
     return Comparison(spec, date, Machine.here(), target, num_parameters, about, notes, rows, recommendations)
 
 

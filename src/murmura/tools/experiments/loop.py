@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from murmura.algorithms import algorithm_named
 from murmura.ddp import DDP
 from murmura.tools.experiments.recipes import optimizer_for
-from murmura.tools.experiments.tasks import Task
+from murmura.tools.experiments.tasks import Batch, Task
 from murmura.transports.base import Transport
 
 RAMP_STEPS = 10
@@ -23,7 +23,8 @@ RAMP_STEPS = 10
 class TrainingLoop:
     """Trains `task` on this rank for `steps` steps, one at a time; every rank calls the same methods.
 
-    `model` is the wrapped module, murmura's DDP or torch's; `optimizer` updates its parameters.
+    `model` is the wrapped module, murmura's DDP or torch's; `optimizer` updates its parameters. Batches are drawn on
+    the CPU, so that they are the same everywhere, and brought to the device of the parameters.
 
     Attributes:
         step: how many steps are done. Set it, with the state of the others, to resume.
@@ -37,11 +38,12 @@ class TrainingLoop:
         self.optimizer = optimizer
         self.scheduler = LambdaLR(optimizer, lambda step: _share_of_learning_rate(step, steps))
         self._rank = rank
-        self._held_out = task.held_out()
+        self._device = next(model.parameters()).device
+        self._held_out = [self._placed(batch) for batch in task.held_out()]
 
     def advance(self) -> float:
         """Take one step and return the loss on this rank's batch."""
-        inputs, targets = self.task.batch(self._rank, self.step)
+        inputs, targets = self._placed(self.task.batch(self._rank, self.step))
         self.optimizer.zero_grad()
         loss = self.task.loss(self.model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -62,6 +64,10 @@ class TrainingLoop:
             self.model.train()
         return float(torch.stack(losses).mean())
 
+    def _placed(self, batch: Batch) -> Batch:
+        inputs, targets = batch
+        return inputs.to(self._device), targets.to(self._device)
+
     def _mean_of_replicas(self) -> AbstractContextManager[None]:
         """Hold the mean of the replicas in the model; a no-op if replicas are equal."""
         return contextlib.nullcontext()
@@ -74,8 +80,8 @@ class Training(TrainingLoop):
         ddp, optimizer, scheduler: the usual objects of a training script, for a checkpoint.
     """
 
-    def __init__(self, transport: Transport, task: Task, algorithm: str, steps: int) -> None:
-        self.ddp = DDP(task.model(), transport, algorithm=algorithm_named(algorithm))
+    def __init__(self, transport: Transport, task: Task, algorithm: str, steps: int, device: str = "cpu") -> None:
+        self.ddp = DDP(task.model().to(device), transport, algorithm=algorithm_named(algorithm))
         optimizer = optimizer_for(algorithm, self.ddp, task.learning_rate, steps)
         super().__init__(task, self.ddp, optimizer, transport.rank, steps)
 

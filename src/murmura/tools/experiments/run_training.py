@@ -17,11 +17,13 @@ from murmura.tools.experiments.loop import Training
 from murmura.tools.experiments.runs import FAILED, FINISHED, INTERRUPTED, RUNNING, RunFolder, described
 from murmura.tools.experiments.settings import TrainSettings
 from murmura.tools.experiments.tasks import task_named
+from murmura.tools.one_gpu import OneGPU
 from murmura.transports.base import Transport
 from murmura.transports.decorators.throttled import ThrottledTransport
 from murmura.types import TransportKind
 
 KEEP = 3  # checkpoints
+STEP_SECONDS = 60.0  # a run whose steps take longer is considered hung
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,9 @@ def train(settings: TrainSettings, folder: RunFolder, *, start: int = 0, trace: 
         if settings.transport == TransportKind.IN_PROCESS:
             torch.set_num_threads(1)
             outcomes = run_world(train_as_rank, settings.ranks, settings, folder, start, traces)
+        elif settings.transport == TransportKind.NCCL:
+            with OneGPU(settings.ranks) as gpu:
+                outcomes = gpu.run(train_as_rank, settings, folder, start, traces, limit=STEP_SECONDS * settings.steps)
         else:
             outcomes = run_world(
                 *(train_as_rank, settings.ranks, settings, folder, start, traces),
@@ -92,7 +97,8 @@ def train_as_rank(
     began = time.monotonic()
     if settings.bandwidth is not None:
         transport = ThrottledTransport(transport, settings.bandwidth)
-    training = Training(transport, task_named(settings.task, settings.seed), settings.algorithm, settings.steps)
+    task = task_named(settings.task, settings.seed)
+    training = Training(transport, task, settings.algorithm, settings.steps, settings.device)
     checkpointer = Checkpointer(folder.checkpoints, keep=KEEP)
     parts: dict[str, Stateful] = {"optimizer": training.optimizer, "scheduler": training.scheduler}
     if start:

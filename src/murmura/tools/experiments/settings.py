@@ -9,14 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from murmura.algorithms import algorithm_named
 from murmura.errors import ConfigError
 from murmura.tools.experiments.tasks import task_named
 from murmura.transports.decorators.throttled import parse_rate
 from murmura.types import TransportKind, parse
 
-TRANSPORTS = (TransportKind.SHARED_MEMORY, TransportKind.IN_PROCESS, TransportKind.GLOO, TransportKind.HIERARCHICAL)
+TRANSPORTS = (
+    TransportKind.SHARED_MEMORY,
+    TransportKind.IN_PROCESS,
+    TransportKind.GLOO,
+    TransportKind.HIERARCHICAL,
+    TransportKind.NCCL,
+)
 """The transports of a run: threads for IN_PROCESS, processes of this machine for the others."""
+
+DEVICES = ("cpu", "cuda")
 
 MAX_RANKS = 64
 
@@ -30,6 +40,7 @@ class TrainSettings:
     algorithm: str = "gradient_allreduce"
     steps: int = 400
     transport: str = "shared_memory"
+    device: str = "cpu"  # on "cuda" all ranks share one GPU
     bandwidth: str | None = None  # of each rank's link, "100mbit"; None is no limit
     seed: int = 0
     checkpoint_every: int = 50  # in steps; 0 is never, and then the run cannot be resumed
@@ -49,7 +60,8 @@ class TrainSettings:
         return (
             lambda: task_named(self.task),
             lambda: algorithm_named(self.algorithm),
-            lambda: _check_transport(self.transport),
+            lambda: _check_transport(self.transport, self.device),
+            lambda: check_device(self.device),
             lambda: None if self.bandwidth is None else parse_rate(self.bandwidth),
             lambda: _check_number("ranks", self.ranks, 1, MAX_RANKS),
             lambda: _check_number("steps", self.steps, 1),
@@ -65,7 +77,8 @@ class TrainSettings:
     def __str__(self) -> str:
         link = f" at {self.bandwidth}" if self.bandwidth else ""
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        return f"{self.task}, {self.algorithm}, {ranks}, {self.transport}{link}"
+        device = " on one GPU" if self.device == "cuda" else ""
+        return f"{self.task}, {self.algorithm}, {ranks}{device}, {self.transport}{link}"
 
     def differences(self, given: Mapping[str, Any]) -> list[str]:
         """Return the names in `given` that differ from this run's settings."""
@@ -107,9 +120,19 @@ def _fault(check: Callable[[], object]) -> str | None:
     return None
 
 
-def _check_transport(name: str) -> None:
-    if parse(TransportKind, name, "transport") not in TRANSPORTS:
+def _check_transport(name: str, device: str) -> None:
+    kind = parse(TransportKind, name, "transport")
+    if kind not in TRANSPORTS:
         raise ConfigError(f"transport={name!r} does not join the ranks of a run. Take {', '.join(TRANSPORTS)}.")
+    if kind is TransportKind.NCCL and device != "cuda":
+        raise ConfigError("transport='nccl' joins ranks on a GPU. Add device='cuda'.")
+
+
+def check_device(name: str) -> None:
+    if name not in DEVICES:
+        raise ConfigError(f"device={name!r} is unknown. Take {' or '.join(DEVICES)}.")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda': this machine has no CUDA device.")
 
 
 def _check_number(name: str, value: int, least: int, most: int | None = None) -> None:

@@ -47,6 +47,12 @@ class TransportWrapper(Transport):
         self.keep_split(wrapped, ranks)
         return wrapped
 
+    def host_channel(self, name: str) -> Transport:
+        self.announce()
+        wrapped = self.wrap(self.inner.host_channel(name))
+        self.keep_split(wrapped, None)
+        return wrapped
+
     def tagged_messages(self) -> TaggedMessages:
         return self.inner.tagged_messages()
 

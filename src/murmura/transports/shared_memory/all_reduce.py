@@ -33,7 +33,9 @@ def all_reduce_in_segment(
     if place_in < 0 or place_out < 0:
         # With several threads to copy, staging is faster than reading, which one thread does.
         may_offer = flat_in is flat_out and session.num_threads == 1
-        place_in = (may_offer and session.memory.offer(flat_in)) or ~session.stage(flat_in.nbytes)
+        place_in = (may_offer and session.memory.offer(flat_in.data_ptr(), flat_in.nbytes)) or ~session.stage(
+            flat_in.nbytes
+        )
         place_out = place_in
     session.enter(call, place_in, place_out)
     inputs, outputs = session.places(PLACE_IN), session.places(PLACE_OUT)

@@ -1,7 +1,8 @@
 """All-gather and reduce-scatter of equal parts through the shared segment.
 
 Small messages are copied through slots. Large ones in memory from `allocate` are read, or written, where they lie; any
-other goes through its rank's staging area in pieces, which the peers take as they come.
+other is read by the peers where it lies, if all ranks offer theirs, or goes through its rank's staging area in pieces,
+which the peers take as they come.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from murmura.collectives.chunks import PIECE_BYTES
 from murmura.collectives.reduction import Reduction
+from murmura.transports.shared_memory.attached_gather import gather_attached, reduce_scatter_attached
 from murmura.transports.shared_memory.control_block import PIECES, PLACE_IN, PLACE_OUT, slot_bytes
+from murmura.transports.shared_memory.peer_memory import OFFERED
 from murmura.transports.shared_memory.segment import Segment
 from murmura.transports.shared_memory.session import STAGING_BYTES, CollectiveSession
 
@@ -35,21 +38,29 @@ def all_gather_in_segment(session: CollectiveSession, parts: Sequence[Tensor], o
             raw_parts[peer][:] = slot
         return
     place_in = segment.place_of(own)
-    session.enter(call, ~session.stage(size) if place_in < 0 else place_in, _place_of_all(segment, parts))
+    if place_in < 0:
+        place_in = session.memory.offer(own.data_ptr(), size) or ~session.stage(size)
+    session.enter(call, place_in, _place_of_all(segment, parts))
     inputs, outputs = session.places(PLACE_IN), session.places(PLACE_OUT)
     if all(place >= 0 for place in outputs):
         targets = [segment.bytes[place + rank * size : place + (rank + 1) * size] for place in outputs]
         _push(raw, [target for peer, target in enumerate(targets) if not (peer == rank and in_place)], rank)
         session.sync()
         return
-    if not in_place:
+    if all(place >= OFFERED for place in inputs):
+        if not in_place:
+            raw_parts[rank][:] = raw
+        gather_attached(session, raw_parts, [place - OFFERED for place in inputs])
+        return
+    if any(place >= OFFERED for place in inputs):
+        inputs, _ = session.stage_offered(inputs, outputs, size)
+    if inputs[rank] >= 0 and not in_place:
         raw_parts[rank][:] = raw
-    peers = [(rank + step) % session.world_size for step in range(1, session.world_size)]
-    for peer in peers:
+    for peer in session.peers:
         if inputs[peer] >= 0:
             raw_parts[peer][:] = segment.bytes[inputs[peer] : inputs[peer] + size]
     if any(place < 0 for place in inputs):
-        _gather_in_pipeline(session, raw_parts, raw, inputs, [peer for peer in peers if inputs[peer] < 0])
+        _gather_in_pipeline(session, raw_parts, raw, inputs, [peer for peer in session.peers if inputs[peer] < 0])
     if any(place >= 0 for place in inputs):
         session.sync()  # nobody reads this rank's tensor any more
 
@@ -66,7 +77,8 @@ def _gather_in_pipeline(
     session: CollectiveSession, parts: Sequence[Any], raw: Any, inputs: Sequence[int], staged_peers: Sequence[int]
 ) -> None:
     """Ranks whose tensor is elsewhere stage its pieces in order; all take them as they come."""
-    memory = session.segment.bytes
+    memory, own_part = session.segment.bytes, parts[session.rank]
+    in_place = own_part.ctypes.data == raw.ctypes.data
     own_place = ~inputs[session.rank] if inputs[session.rank] < 0 else -1
     tag, num_done = session.number << 24, 0
     for low in range(0, len(raw), STAGING_BYTES):
@@ -78,6 +90,8 @@ def _gather_in_pipeline(
                 start, stop = bounds[turn]
                 memory[own_place + start - low : own_place + stop - low] = raw[start:stop]
                 session.control.publish(PIECES, tag | (num_done + turn + 1))
+                if not in_place:  # while the piece is in the cache
+                    own_part[start:stop] = raw[start:stop]
             if turn >= PIECES_AHEAD:
                 start, stop = bounds[turn - PIECES_AHEAD]
                 for peer in staged_peers:
@@ -101,9 +115,17 @@ def reduce_scatter_in_segment(
         mine = [segment.tensor(place + rank * out.nbytes, numel, dtype) for place in slots]
         reduction.reduce([reduction.array(each) for each in mine], reduction.array(out))
         return
-    place = _place_of_all(segment, parts)
-    session.enter(call, ~session.stage(out.nbytes * len(parts)) if place < 0 else place)
+    place, num_bytes = _place_of_all(segment, parts), out.nbytes * len(parts)
+    if place < 0:
+        may_offer = _adjoin(parts)
+        place = (may_offer and session.memory.offer(parts[0].data_ptr(), num_bytes)) or ~session.stage(num_bytes)
+    session.enter(call, place)
     inputs = session.places(PLACE_IN)
+    if all(place >= OFFERED for place in inputs):
+        reduce_scatter_attached(session, out, parts[rank], reduction, [place - OFFERED for place in inputs])
+        return
+    if any(place >= OFFERED for place in inputs):
+        inputs, _ = session.stage_offered(inputs, inputs, num_bytes)
     _reduce_in_pipeline(session, out, parts, reduction, inputs)
     if any(place >= 0 for place in inputs):
         session.sync()
@@ -117,7 +139,7 @@ def _reduce_in_pipeline(
     numel, dtype = out.numel(), out.dtype
     size = min(numel, STAGING_BYTES // world_size // dtype.itemsize)  # elements of a part staged at a time
     own, result = reduction.array(parts[rank]), reduction.array(out)
-    others = [(rank + step) % world_size for step in range(1, world_size)]
+    others = session.peers
     staged = inputs[rank] < 0
     staged_peers = [peer for peer in others if inputs[peer] < 0]
 
@@ -168,6 +190,10 @@ def _bytes_of(flat: Tensor) -> Any:
 
 def _place_of_all(segment: Segment, parts: Sequence[Tensor]) -> int:
     """Where `parts` lie in this rank's arena, one after the other; -1 if they do not."""
-    first, size = segment.place_of(parts[0]), parts[0].nbytes
-    adjoining = all(part.data_ptr() == parts[0].data_ptr() + index * size for index, part in enumerate(parts))
-    return first if first >= 0 and adjoining and segment.place_of(parts[-1]) >= 0 else -1
+    first = segment.place_of(parts[0])
+    return first if first >= 0 and _adjoin(parts) and segment.place_of(parts[-1]) >= 0 else -1
+
+
+def _adjoin(parts: Sequence[Tensor]) -> bool:
+    first, size = parts[0].data_ptr(), parts[0].nbytes
+    return all(part.data_ptr() == first + index * size for index, part in enumerate(parts))

@@ -15,7 +15,6 @@ import secrets
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from murmura.collectives.chunks import PIECE_BYTES
 from murmura.transports.liveness import process_state
@@ -24,6 +23,8 @@ from murmura.transports.shared_memory.control_block import NONCE, NONCE_AT, Cont
 
 OFFERED = 1 << 62  # beside an address, in a word that otherwise holds a place
 MIN_BYTES = 4 * 2**20
+SCRATCH_BYTES = 4 * PIECE_BYTES
+"""What is read of a peer at a time: a call costs as much as reading 30 KiB, and more would not stay in the caches."""
 SIGHTINGS = 3  # collapsing costs as much as some 25 all-reduces gain
 MAX_SEEN = 256
 _HUGE_BYTES = 2 * 2**20
@@ -56,9 +57,9 @@ class PeerMemory:
         self._seen: dict[tuple[int, int], int] = {}  # sightings of a tensor by address and bytes; -1: never to offer
         self._scratch: dict[int, Any] = {}
 
-    def offer(self, flat: Tensor) -> int | None:
-        """The address of `flat` if its peers may read it there, with OFFERED; None if it is to be staged."""
-        key = address, num_bytes = flat.data_ptr(), flat.nbytes
+    def offer(self, address: int, num_bytes: int) -> int | None:
+        """The address of a tensor if its peers may read it there, with OFFERED; None if it is to be staged."""
+        key = address, num_bytes
         seen = self._seen.get(key, 0)
         if num_bytes < MIN_BYTES or seen < 0:
             return None
@@ -74,7 +75,7 @@ class PeerMemory:
     def scratch(self, peer: int) -> Any:
         """Bytes to read a piece of `peer`'s memory into."""
         if peer not in self._scratch:
-            self._scratch[peer] = np.empty(PIECE_BYTES, dtype=np.uint8)
+            self._scratch[peer] = np.empty(SCRATCH_BYTES, dtype=np.uint8)
         return self._scratch[peer]
 
     def read(self, peer: int, address: int, target: int, num_bytes: int) -> None:

@@ -35,12 +35,16 @@ class CollectiveSession:
         self.segment = control.segment
         self.rank = control.rank
         self.world_size = control.world_size
+        self.peers = [
+            (self.rank + step) % self.world_size for step in range(1, self.world_size)
+        ]  # each begins elsewhere
         self.number = 0
         self.memory = PeerMemory(control)
         self._messages = messages
         self._operation = ""
         self._timeout = 0.0
         self._spin = False
+        self._num_threads = 0  # 0 until somebody asks, which takes a system call
         self._phase = 0
         self._staging = (-1, 0)  # place and size
         self._outgrown: list[int] = []  # staging areas that a peer may still be reading
@@ -48,11 +52,14 @@ class CollectiveSession:
     def begin(self, number: int, operation: str, timeout: float, *, spin: bool) -> None:
         """Start collective `number`, which errors call `operation`."""
         self.number, self._operation, self._timeout, self._spin = number, operation, timeout, spin
+        self._num_threads = 0 if spin else 1
 
     @property
     def num_threads(self) -> int:
         """How many threads may share the work: several in the main thread only, as only that may spin."""
-        return num_threads(self.segment.world_size) if self._spin else 1
+        if not self._num_threads:
+            self._num_threads = num_threads(self.segment.world_size)
+        return self._num_threads
 
     def enter(self, call: str, place_in: int = 0, place_out: int = 0) -> None:
         """Enter the collective; return when all have, and have called the same. Places are for the peers to know."""
@@ -71,13 +78,14 @@ class CollectiveSession:
 
     def await_entry(self) -> None:
         control, number = self.control, self.number
-        control.wait(
-            lambda: [peer for peer in control.peers if control.read(peer, ENTERED) < number],
-            self._operation,
-            self._timeout,
-            spin=self._spin,
-            stuck=self._messages.awaits_in_vain,
-        )
+        if control.any_below(ENTERED, number):
+            control.wait(
+                lambda: [peer for peer in control.peers if control.read(peer, ENTERED) < number],
+                self._operation,
+                self._timeout,
+                spin=self._spin,
+                stuck=self._messages.awaits_in_vain,
+            )
         self._order_reads()
 
     def sync(self) -> None:
@@ -85,12 +93,13 @@ class CollectiveSession:
         control = self.control
         self._phase = phase = self._phase + 1
         control.publish(PHASE, phase)
-        control.wait(
-            lambda: [peer for peer in control.peers if control.read(peer, PHASE) < phase],
-            self._operation,
-            self._timeout,
-            spin=self._spin,
-        )
+        if control.any_below(PHASE, phase):
+            control.wait(
+                lambda: [peer for peer in control.peers if control.read(peer, PHASE) < phase],
+                self._operation,
+                self._timeout,
+                spin=self._spin,
+            )
         self._order_reads()
 
     def await_word(self, peer: int, word: int, value: int) -> None:

@@ -35,7 +35,7 @@ class StagedAllReduce:
         self._numel, self._dtype = flat_in.numel(), flat_in.dtype
         self._inputs, self._outputs = inputs, outputs
         self._own_in, self._own_out = reduction.array(flat_in), reduction.array(flat_out)
-        self._peers = [(self._rank + step) % self._size for step in range(1, self._size)]
+        self._peers = session.peers
         self._staged = [place < 0 for place in inputs]
 
     def run(self) -> None:

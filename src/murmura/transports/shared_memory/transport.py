@@ -67,7 +67,9 @@ class SharedMemoryTransport(Transport):
         self._session = CollectiveSession(self._control, self._messages)
         self._small_all_reduces: dict[Any, SmallAllReduce] = {}  # by shape, dtype and operation
         self._prepared: dict[Any, tuple[SmallAllReduce, memoryview, Any]] = {}  # by address too: the views of a tensor
-        self._reductions: dict[Any, Reduction] = {}  # by operation and dtype: making one takes longer than its use
+        self._reductions: dict[
+            Any, Reduction
+        ] = {}  # by operation, dtype and threads: making one takes longer than its use
         self._main_thread = main_thread().ident
         self._retire: Callable[[], object] | None = None  # of a channel: frees its memory
 
@@ -223,15 +225,8 @@ class SharedMemoryTransport(Transport):
                 prepared is not None
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
-                and self._executor.idle
-                and self._probe is None
-                and not is_profiled()
-                and get_ident() == self._main_thread
+                and self.run_prepared(prepared, timeout)
             ):
-                if self._listeners.members:
-                    self.announce()
-                with self._executor.lock:
-                    self._run_prepared(*prepared, timeout)
                 return tensor
         if async_op:
             return super().all_reduce(tensor, op, out=out, async_op=True, timeout=timeout)
@@ -239,6 +234,20 @@ class SharedMemoryTransport(Transport):
         if out is None and self.world_size > 1 and can_prepare(tensor, self.world_size):
             self._prepare(tensor, ReduceOp(op))
         return result
+
+    def prepared_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Any:
+        return self._prepared.get((tensor.data_ptr(), tensor.shape, tensor.dtype, op))
+
+    def run_prepared(self, prepared: Any, timeout: float | None) -> bool:
+        executor = self._executor
+        if not executor.idle or self._probe is not None or is_profiled() or get_ident() != self._main_thread:
+            return False
+        if self._listeners.members:
+            self.announce()
+        all_reduce, source, result = prepared
+        with executor.lock:
+            self._run_prepared(all_reduce, source, result, timeout)
+        return True
 
     def _prepare(self, tensor: Tensor, op: ReduceOp) -> None:
         if len(self._prepared) >= NUM_PREPARED:
@@ -274,7 +283,7 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         session = self._begin(timeout)
         threaded = not is_small(flat_in.nbytes, self.world_size) and session.num_threads > 1
-        reduction = Reduction(op, flat_in.dtype, self.world_size, flat_in.device, threaded=threaded)
+        reduction = self._reduction(op, flat_in.dtype, threaded)
         all_reduce_in_segment(session, flat_in, flat_out, reduction, call)
 
     def broadcast_flat(self, flat: Tensor, src: int, call: str, timeout: float | None) -> None:
@@ -284,10 +293,14 @@ class SharedMemoryTransport(Transport):
         all_gather_in_segment(self._begin(timeout), parts, own, call)
 
     def reduce_scatter_flat(self, out: Tensor, parts: Tensors, op: ReduceOp, call: str, timeout: float | None) -> None:
-        reduction = self._reductions.get((op, out.dtype))
+        reduce_scatter_in_segment(self._begin(timeout), out, parts, self._reduction(op, out.dtype), call)
+
+    def _reduction(self, op: ReduceOp, dtype: torch.dtype, threaded: bool = False) -> Reduction:
+        reduction = self._reductions.get((op, dtype, threaded))
         if reduction is None:
-            reduction = self._reductions[op, out.dtype] = Reduction(op, out.dtype, self.world_size, out.device)
-        reduce_scatter_in_segment(self._begin(timeout), out, parts, reduction, call)
+            reduction = Reduction(op, dtype, self.world_size, self.device, threaded=threaded)
+            self._reductions[op, dtype, threaded] = reduction
+        return reduction
 
     def do_barrier(self, timeout: float | None) -> None:
         self.compare_calls("barrier()", timeout)

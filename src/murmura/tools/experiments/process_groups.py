@@ -1,4 +1,4 @@
-"""Process groups of Gloo that leave torch's default group untouched: for torch's DDP, and as a peer to measure."""
+"""Process groups of Gloo and NCCL beside torch's default group: for torch's DDP, and as peers to measure."""
 
 from __future__ import annotations
 
@@ -32,4 +32,26 @@ def gloo_group(transport: Transport, store_file: Path, **place: str) -> Any:
     group = c10d.ProcessGroup(store, transport.rank, transport.world_size)
     group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, gloo)
     group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
+    return group
+
+
+def nccl_backend(transport: Transport, store_file: Path) -> Any:
+    """Return a bare NCCL process group on this process's GPU; every rank calls it."""
+    c10d: Any = torch.distributed
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=transport.timeout)
+    store = c10d.FileStore(str(store_file), transport.world_size)
+    nccl = c10d.ProcessGroupNCCL(store, transport.rank, transport.world_size, options)
+    nccl.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+    return nccl
+
+
+def nccl_group(transport: Transport, store_file: Path) -> Any:
+    """Return an NCCL process group that torch's DDP accepts."""
+    c10d: Any = torch.distributed
+    nccl = nccl_backend(transport, store_file)
+    store = c10d.FileStore(f"{store_file}-group", transport.world_size)
+    group = c10d.ProcessGroup(store, transport.rank, transport.world_size)
+    group._register_backend(torch.device("cuda"), c10d.ProcessGroup.BackendType.NCCL, nccl)
+    group._set_default_backend(c10d.ProcessGroup.BackendType.NCCL)
     return group

@@ -1,0 +1,73 @@
+"""What a strategy does at moments of a fit that Lightning tells to callbacks only.
+
+Lightning calls callbacks in the order of `trainer.callbacks`. `First` precedes those of the user, `Last` follows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import Callback, WeightAveraging
+
+from murmura.errors import UsageError
+from murmura.integrations.lightning import own_files
+
+if TYPE_CHECKING:
+    from murmura.integrations.lightning.strategy import MurmuraStrategy
+
+
+class First(Callback):
+    """Gives each rank its own weights back after validation, before a callback saves or swaps them."""
+
+    def __init__(self, strategy: MurmuraStrategy) -> None:
+        self._strategy = strategy
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self._strategy.announce()
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._strategy.end_mean(level=2)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._strategy.end_mean(level=1)
+        if not trainer.sanity_checking:
+            require_equal_metrics(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        require_equal_metrics(trainer)
+
+
+class Last(Callback):
+    """Takes the mean once more where a callback has put averaged weights of this rank in the model's place."""
+
+    def __init__(self, strategy: MurmuraStrategy) -> None:
+        self._strategy = strategy
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if any(isinstance(each, WeightAveraging) for each in trainer.callbacks):
+            self._strategy.begin_mean(level=2)
+
+
+def monitored(trainer: Any) -> list[str]:
+    """The names of the metrics that decide something: when to stop, what to keep, the learning rate."""
+    of_callbacks = [getattr(each, "monitor", None) for each in trainer.callbacks]
+    of_schedulers = [each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
+    return sorted({name for name in (*of_callbacks, *of_schedulers) if isinstance(name, str)})
+
+
+def require_equal_metrics(trainer: Any) -> None:
+    """Raise `UsageError` on all ranks if a metric that decides something is not equal on them. Collective."""
+    names = monitored(trainer)
+    if not names:
+        return
+    metrics = trainer.callback_metrics
+    ranks = own_files.gather({name: repr(float(metrics[name])) for name in names if name in metrics})
+    for name in names:
+        values = [each.get(name) for each in ranks]
+        if len(set(values)) > 1:
+            shown = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise UsageError(
+                f"{name!r} decides when to stop, what to keep or the learning rate, and the ranks have different "
+                f"values of it ({shown}), so they would decide differently. Log it with sync_dist=True, or log a "
+                "torchmetrics Metric."
+            )

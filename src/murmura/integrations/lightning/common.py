@@ -1,0 +1,85 @@
+"""What the strategies of the Trainer and of Fabric have in common."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from murmura.algorithms import Algorithm, algorithm_named
+from murmura.ddp import DDP
+from murmura.ddp.round import Phase
+from murmura.errors import ConfigError
+from murmura.transports.shared_memory import futex
+
+log = logging.getLogger("murmura")
+
+REFUSED = {
+    "model_averaging_period": "algorithm=LocalSGDAlgorithm(period) averages weights every so many steps.",
+    "transport": "the ranks are those of Lightning's process group. MURMURA_TRANSPORT chooses the kind of transport.",
+    "process_group": "the ranks are those of Lightning's default process group.",
+    "device_mesh": "the ranks are those of Lightning's default process group.",
+}
+
+
+def check_arguments(strategy: str, algorithm: Any, options: Mapping[str, Any]) -> None:
+    """Refuse, before processes are started, what could not work in any of them."""
+    for name in options:
+        if name in REFUSED:
+            raise ConfigError(f"{strategy} takes no {name}=: {REFUSED[name]}")
+    if isinstance(algorithm, str):
+        algorithm_named(algorithm)
+    elif algorithm is not None and not isinstance(algorithm, Algorithm):
+        raise ConfigError(
+            f"algorithm={algorithm!r} is no Algorithm. Give an object, such as LocalSGDAlgorithm(8), or a name, such "
+            "as 'shift_one'."
+        )
+
+
+def default_backend(device: torch.device) -> str:
+    """The backend of Lightning's own process group: its default on a GPU, on the CPU murmura's where that can run."""
+    if device.type == "cuda":
+        return "nccl"
+    return "murmura" if futex.is_supported() and hasattr(dist.Backend, "MURMURA") else "gloo"
+
+
+def reduced(reduce: Callable[..., Any], tensor: Any, group: Any, reduce_op: Any) -> Any:
+    """What Lightning's `reduce` returns; of integers it is the mean rounded towards zero, as on Gloo."""
+    is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+    if not (isinstance(tensor, Tensor) and is_mean and dist.is_initialized()) or tensor.is_floating_point():
+        return reduce(tensor, group, reduce_op)
+    total = reduce(tensor, group, "sum")
+    return total.copy_(total / dist.get_world_size(group))
+
+
+def algorithm_state(ddp: DDP) -> dict[str, Any]:
+    """What the algorithm carries on this rank, also while gradients are accumulated. Collective."""
+    if ddp._driver.round.phase is not Phase.ACCUMULATED:
+        return ddp.algorithm_state_dict()
+    log.warning(
+        "rank %d: gradients are being accumulated, and Lightning's checkpoints hold none: a run that is resumed from "
+        "this one lacks those of this step. Save after a step to go on where it stopped.",
+        ddp.transport.rank,
+    )
+    return {
+        "name": type(ddp.algorithm).__name__,
+        "round": ddp._replica.round,
+        "plan": ddp._driver.planner.state_dict(),
+        "algorithm": ddp.algorithm.state_dict(),  # nothing of a former round is pending in the middle of one
+    }
+
+
+def copied(value: Any) -> Any:
+    """A tensor in memory of its own; other values as they are."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def take_over_buffers(ddp: DDP) -> None:
+    """Take over rank 0's buffers, of those that are kept together, as the next round will do. Collective."""
+    replica = ddp._replica
+    if replica.buffers:
+        replica.broadcast(replica.buffers, 0)

@@ -1,0 +1,216 @@
+"""Checkpoints of frameworks: plain keys hold the mean of the replicas, and each rank's own state stands beside it.
+
+So the framework's file loads anywhere, and a run that is resumed with as many ranks goes on from every rank's own
+weights, optimizer state and algorithm state. Where replicas are equal, a rank keeps only what differs from rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from murmura.checkpoint.digests import digest
+from murmura.checkpoint.files import write_tensors
+from murmura.checkpoint.on_all_ranks import on_all_ranks
+from murmura.checkpoint.stateful import Stateful
+from murmura.ddp import DDP
+from murmura.errors import CheckpointError, ConfigError
+from murmura.transports.objects import all_gather_json
+from murmura.types import Exchanges
+
+FORMAT = 1
+
+
+def replicas_differ(ddp: DDP) -> bool:
+    """Whether the replicas may hold different weights now. Collective, equal on all ranks."""
+    # From all ranks: an asynchronous algorithm may be in another phase on another rank.
+    return Exchanges.WEIGHTS in all_gather_json(ddp.transport, str(ddp.algorithm.exchanges))
+
+
+def keeps_replicas_equal(ddp: DDP) -> bool:
+    """Whether the replicas hold equal weights whenever an optimizer has stepped. Not collective, equal on all ranks."""
+    return type(ddp.algorithm).exchanges is Exchanges.GRADIENTS  # a property where it changes from round to round
+
+
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict like `state`, with tensors in memory of their own."""
+    copy = OrderedDict(
+        (key, each.detach().clone() if isinstance(each, Tensor) else each) for key, each in state.items()
+    )
+    if hasattr(state, "_metadata"):  # the versions of the modules
+        copy._metadata = state._metadata  # type: ignore[attr-defined]
+    return copy
+
+
+def averaged(ddp: DDP) -> AbstractContextManager[None]:
+    """Inside it the module holds the mean of the replicas if these differ. Collective, unless the algorithm keeps
+    replicas equal in every round."""
+    is_mean = keeps_replicas_equal(ddp) or not replicas_differ(ddp)
+    return contextlib.nullcontext() if is_mean else ddp.average_parameters()
+
+
+def mean_state_dict(ddp: DDP) -> dict[str, Any]:
+    """The mean of all replicas as a state dict of the bare module, in memory of its own. Collective."""
+    ddp.settle()
+    with averaged(ddp):
+        return copied(ddp.state_dict())
+
+
+def optimizers_of(ddp: DDP, optimizers: Iterable[Any]) -> list[Optimizer]:
+    """Those of `optimizers` that step on parameters of `ddp`, without the wrappers that frameworks put around them."""
+    own, found = {id(parameter) for parameter in ddp.parameters()}, []
+    for optimizer in optimizers:
+        while not isinstance(optimizer, Optimizer) or isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = optimizer.optimizer
+        if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+            found.append(optimizer)
+    return found
+
+
+def own_state(ddp: DDP, optimizers: Sequence[Stateful]) -> dict[str, Any]:
+    """All that this rank needs beside the plain file to go on as if it had not stopped. Collective.
+
+    Call it after an optimizer's step and before the next forward. The tensors are the model's own: write or copy them
+    before training goes on.
+    """
+    algorithm = ddp.algorithm_state_dict()  # first, for it may communicate and write weights
+    parts = {
+        "model": dict(ddp.state_dict()),
+        "optimizers": {str(index): each.state_dict() for index, each in enumerate(optimizers)},
+    }
+    differ = replicas_differ(ddp)
+    if not differ:
+        parts = _unlike_rank_0(ddp, parts)
+    transport = ddp.transport
+    about = {"format": FORMAT, "rank": transport.rank, "world_size": transport.world_size, "differ": differ}
+    return {**about, "num_optimizers": len(optimizers), **parts, "algorithm": algorithm}
+
+
+def load_own_state(ddp: DDP, optimizers: Sequence[Stateful], state: Mapping[str, Any]) -> None:
+    """Take over what `own_state` returned on this rank, after the plain file was loaded on every rank.
+
+    The number of ranks may differ from that of the save if replicas were equal then; of the algorithm's state only the
+    round is restored. Raises `ConfigError`, before anything is changed, where the state does not fit.
+    """
+    _check_fits(ddp, optimizers, state)
+    algorithm = state["algorithm"]
+    if state["world_size"] == ddp.transport.world_size:
+        if state["model"]:
+            ddp.load_state_dict({**ddp.state_dict(), **state["model"]})
+        for index, each in state["optimizers"].items():
+            optimizers[int(index)].load_state_dict(each)
+    else:
+        algorithm = {**algorithm, "algorithm": ddp.algorithm_state_dict()["algorithm"]}
+    ddp.load_algorithm_state_dict(algorithm)
+    for optimizer in optimizers:
+        if isinstance(optimizer, Optimizer):
+            ddp.remember_optimizer(optimizer)
+
+
+# Files
+
+
+def own_file(folder: str | os.PathLike[str], rank: int, name: str = "murmura") -> Path:
+    """The file of a rank's own state in `folder`; `name` tells the models of one checkpoint apart."""
+    return Path(folder) / f"{name}-rank-{rank}.pt"
+
+
+def save_own_state(
+    folder: str | os.PathLike[str], ddp: DDP, optimizers: Sequence[Stateful], name: str = "murmura"
+) -> None:
+    """Write `own_state` of every rank into `folder`, which may be one for all ranks or one for each. Collective.
+
+    Write the plain file afterwards: then a checkpoint that has it is complete. An error on one rank is raised on all.
+    """
+    state = own_state(ddp, optimizers)
+    path = own_file(folder, ddp.transport.rank, name)
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        write_tensors(partial, state)
+        partial.replace(path)
+
+    on_all_ranks(ddp.transport, f"saving {path}", "Make room, or mend the folder, and save again.", write)
+
+
+def restore_own_state(
+    folder: str | os.PathLike[str], ddp: DDP, optimizers: Sequence[Stateful], name: str = "murmura"
+) -> bool:
+    """Load what `save_own_state` wrote, after the plain file was loaded on every rank. Collective.
+
+    Returns False, and changes nothing, if no rank finds a file: then the checkpoint was made without murmura.
+    """
+    transport = ddp.transport
+    own, first = own_file(folder, transport.rank, name), own_file(folder, 0, name)
+    state: dict[str, Any] = {}
+
+    def read() -> bool:
+        path = own if own.exists() else first  # of fewer ranks, if replicas were equal
+        if not path.exists():
+            return False
+        state.update(torch.load(path, weights_only=True, map_location="cpu"))
+        if path != own and state["world_size"] > transport.rank:
+            raise CheckpointError(f"{own} is missing, and rank {transport.rank} has saved it")
+        _check_fits(ddp, optimizers, state)
+        return True
+
+    found = on_all_ranks(transport, f"loading {own}", "The plain file beside it loads without this state.", read)
+    if len(set(found)) > 1:
+        missing = [rank for rank, each in enumerate(found) if not each]
+        raise CheckpointError(
+            f"loading {own} failed: ranks {missing} find neither a file of their own nor rank 0's in {folder}, and the "
+            "others do. Give all ranks the same folder."
+        )
+    if state:
+        load_own_state(ddp, optimizers, state)
+    return bool(state)
+
+
+def _unlike_rank_0(ddp: DDP, parts: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What of `parts` differs from rank 0's; nothing on rank 0, whose state is in the plain file."""
+    digests = {f"{kind} {name}": digest(value) for kind, values in parts.items() for name, value in values.items()}
+    of_rank_0 = all_gather_json(ddp.transport, digests if ddp.transport.rank == 0 else {})[0]
+    return {
+        kind: {
+            name: value
+            for name, value in values.items()
+            if digests[f"{kind} {name}"] != of_rank_0.get(f"{kind} {name}")
+        }
+        for kind, values in parts.items()
+    }
+
+
+def _check_fits(ddp: DDP, optimizers: Sequence[Stateful], state: Mapping[str, Any]) -> None:
+    if state.get("format") != FORMAT:
+        raise ConfigError(
+            f"this state has format {state.get('format')!r}, and this version of murmura reads format {FORMAT}. Read "
+            "it with the version that wrote it"
+        )
+    here = ddp.transport.world_size
+    if state["differ"] and (state["world_size"], state["rank"]) != (here, ddp.transport.rank):
+        raise ConfigError(
+            f"this state was saved by rank {state['rank']} of {state['world_size']}, each with weights of its own, and "
+            f"this is rank {ddp.transport.rank} of {here}. Go on with {state['world_size']} ranks, or begin anew from "
+            "the plain file, which holds the mean of their weights"
+        )
+    if state["num_optimizers"] != len(optimizers):
+        raise ConfigError(
+            f"this state was saved with {state['num_optimizers']} optimizers, and here are {len(optimizers)}. Resume "
+            "with the same"
+        )
+    name = type(ddp.algorithm).__name__
+    if state["algorithm"]["name"] != name:
+        raise ConfigError(
+            f"this state was saved by {state['algorithm']['name']}, and {name} is running. Resume with the algorithm "
+            "that was saved, or begin anew from the plain file"
+        )

@@ -1,0 +1,202 @@
+"""Fits that validate, stop, save, are killed and resume, for the tests of Lightning."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from torch import nn
+from torch.utils.data import DataLoader
+
+from integrations import lightning_task as loops
+from integrations.lightning_programs import Own, Task, trainer
+from integrations.lightning_task import Options, Weights
+from murmura.integrations.lightning import MurmuraStrategy
+
+EPOCH = Options(steps=5)  # of each epoch
+EPOCHS = 4
+
+
+class Life(Task):
+    """With Adam, buffers that move, a scheduler, and validation."""
+
+    def __init__(self, sync_dist: bool = True) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.BatchNorm1d(6), *loops.net())
+        self.sync_dist = sync_dist
+        self.validated: list[Weights] = []
+        self.tested: list[Weights] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(loops.weights(self.net))
+        self.log("val", loops.loss_of(self, *batch), sync_dist=self.sync_dist)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.tested.append(loops.weights(self.net))
+        self.log("test", loops.loss_of(self, *batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        adam = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [adam], [torch.optim.lr_scheduler.ExponentialLR(adam, 0.8)]
+
+
+class Plateau(Life):
+    """With a scheduler that follows a metric; Lightning saves before it steps, so a resumed run would differ."""
+
+    def configure_optimizers(self) -> Any:
+        adam = torch.optim.Adam(self.parameters(), lr=0.01)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(adam, patience=0, threshold=0.5)
+        return {"optimizer": adam, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
+
+
+class Simple(Life):
+    """Without a scheduler, for callbacks that bring their own."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Record(pl.Callback):
+    """Keeps the weights of this rank when validation begins and after it."""
+
+    def __init__(self) -> None:
+        self.before: list[Weights] = []
+        self.after: list[Weights] = []
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.before.append(loops.weights(pl_module.net))
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.after.append(loops.weights(pl_module.net))
+
+
+class Kill(pl.Callback):
+    """Ends this process without a word in the third epoch."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (2, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
+    rank = dist.get_rank()
+    validation = loops.dataset(Options(steps=2), rank=rank + 10)
+    return DataLoader(loops.dataset(EPOCH), loops.BATCH), DataLoader(validation, loops.BATCH)
+
+
+def strategy(name: str) -> Any:
+    return MurmuraStrategy(loops.algorithm(name))
+
+
+def saves(folder: str) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, monitor="val", save_last=True, save_top_k=1, filename="{epoch}-{val:.4f}")
+
+
+def live(name: str, folder: str, epochs: int = EPOCHS, kill: bool = False, resume: bool = False) -> dict[str, Any]:
+    """A fit with checkpoints in `folder`: from the beginning or the last of them, to the end or to a kill."""
+    life, own = Life(), Own()
+    callbacks = [saves(folder), EarlyStopping("val", patience=50), own, *([Kill()] if kill else [])]
+    settings = {"callbacks": callbacks, "enable_checkpointing": True, "max_epochs": epochs}
+    run = trainer(strategy(name), **settings)
+    run.fit(life, *loaders(), ckpt_path=f"{folder}/last.ckpt" if resume else None, weights_only=True)
+    return {
+        "own": own.own,
+        "after": loops.weights(life.net),
+        "lr": run.optimizers[0].param_groups[0]["lr"],
+        "steps": run.global_step,
+    }
+
+
+def plain_file(folder: str) -> Weights:
+    """The weights in the last checkpoint, as any program would load them."""
+    life = Life()
+    checkpoint = torch.load(f"{folder}/last.ckpt", weights_only=True)
+    life.load_state_dict(checkpoint["state_dict"])
+    return loops.weights(life.net)
+
+
+def saved_after_the_fit(name: str, folder: str) -> tuple[Weights, Weights, Weights, Weights]:
+    """Own weights of a whole run, and of one that was saved after its fit and resumed; plain weights; the module's."""
+    whole = live(name, f"{folder}/whole")
+    own = Own()
+    life = Life()
+    first = trainer(strategy(name), max_epochs=2)
+    first.fit(life, *loaders())
+    first.save_checkpoint(f"{folder}/last.ckpt")
+    plain = plain_file(folder)
+    second = trainer(strategy(name), callbacks=[own], max_epochs=EPOCHS)
+    second.fit(Life(), *loaders(), ckpt_path=f"{folder}/last.ckpt")
+    return whole["own"], own.own, plain, loops.weights(life.net)
+
+
+def validate(name: str, folder: str) -> dict[str, Any]:
+    """What validation and test saw."""
+    life, record, own = Life(), Record(), Own()
+    run = trainer(strategy(name), callbacks=[record, own, saves(folder)], enable_checkpointing=True, max_epochs=EPOCHS)
+    run.fit(life, *loaders())
+    best = run.checkpoint_callback.best_model_path
+    run.test(life, loaders()[1])
+    after = life.tested.pop(), run.callback_metrics["test"].item()
+    run.test(life, loaders()[1], ckpt_path="best")
+    return {
+        "validated": life.validated,
+        "before": record.before,
+        "after": record.after,
+        "own": own.own,
+        "best": best,
+        "metrics": [run.callback_metrics["test"].item(), after[1]],
+        "tested": after[0],
+        "files": sorted(path.name for path in Path(folder).iterdir()),
+        "replicas": sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.pt")),
+    }
+
+
+def averaged(name: str, which: str, folder: str) -> dict[str, Any]:
+    """A fit with averaged weights, whole, and the same one saved after its second epoch and resumed."""
+
+    def callbacks() -> list[Any]:
+        if which == "ema":
+            return [EMAWeightAveraging(decay=0.7), Own()]
+        return [StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=1), Own()]
+
+    whole, life = callbacks(), Simple()
+    run = trainer(strategy(name), callbacks=[*whole, ModelCheckpoint(folder, save_top_k=-1)], enable_checkpointing=True)
+    run.fit_loop.max_epochs = EPOCHS
+    run.fit(life, *loaders())
+    path = next(Path(folder).glob("epoch=1-*.ckpt"))
+    again, resumed = callbacks(), Simple()
+    second = trainer(strategy(name), callbacks=again, max_epochs=EPOCHS)
+    second.fit(resumed, *loaders(), ckpt_path=str(path))
+    return {
+        "whole": whole[1].own,
+        "resumed": again[1].own,
+        "after": loops.weights(life.net),
+        "validated": life.validated,
+    }
+
+
+def unequal(which: str) -> str:
+    """A metric that is not equal on all ranks decides something: what a fit says."""
+    life: Life = Plateau(sync_dist=False) if which == "plateau" else Simple(sync_dist=False)
+    callbacks: list[Any] = [EarlyStopping("val")] if which == "stopping" else []
+    try:
+        trainer(strategy("gradient_allreduce"), callbacks=callbacks).fit(life, *loaders())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

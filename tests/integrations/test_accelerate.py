@@ -1,0 +1,132 @@
+"""murmura's Accelerator: the numbers of the plain loop and of Accelerate's own DDP, its features, resuming."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from integrations import accelerate_programs as programs
+from integrations.loops import ALGORITHMS, Task, far, files, mean
+from integrations.ranks import run
+from murmura import MurmuraError
+
+pytestmark = pytest.mark.timeout(300)
+
+TASKS = {"clipped": Task(), "accumulated": Task(accumulate=4), "bf16": Task(accumulate=2, precision="bf16")}
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_weights_are_those_of_the_plain_loop(world_size: int, name: str, task: str) -> None:
+    if world_size == 4 and task == "clipped":
+        pytest.skip("accumulation clips, too")
+    limit = 1e-9 if TASKS[task].dtype is torch.float64 else 1e-6
+    ranks = run(programs.beside_the_plain_loop, world_size, ALGORITHMS[name], TASKS[task])
+    for found, plain, own in ranks:
+        assert far(found, plain) <= limit
+        if name == "gradient_allreduce":
+            assert far(found, own) <= limit
+            assert all(torch.equal(*pair) for pair in zip(found, ranks[0][0], strict=True))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_killed_and_resumed_is_as_never_stopped(name: str, tmp_path: Path) -> None:
+    algorithm, task = ALGORITHMS[name], Task()
+    whole = run(programs.trained, 2, algorithm, task)
+    with pytest.raises(MurmuraError):
+        run(programs.saved_and_killed, 2, algorithm, task, tmp_path, 4)
+    for found, expected in zip(run(programs.resumed, 2, algorithm, task, tmp_path, 4), whole, strict=True):
+        assert far(found, expected) == 0.0
+    from safetensors.torch import load_file
+
+    own = [torch.load(tmp_path / f"own-{rank}.pt") for rank in range(2)]
+    plain = load_file(tmp_path / "model.safetensors")
+    parameters = [name for name in plain if "running" not in name and "num_batches" not in name]
+    fitting = dict(zip(["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"], mean(own), strict=True))
+    assert all(float((plain[each] - fitting[each]).abs().max()) < 1e-12 for each in parameters)
+    assert {"murmura-rank-0.pt", "murmura-rank-1.pt", "optimizer.bin"} <= set(files(tmp_path))
+
+
+def test_what_is_saved_is_the_mean_of_the_replicas(tmp_path: Path) -> None:
+    ranks = run(programs.state_dicts, 2, ALGORITHMS["low_precision_decentralized"], Task(), tmp_path)
+    assert far(ranks[0][0], ranks[1][0]) > 1e-6  # the replicas differ
+    from safetensors.torch import load_file
+
+    for state in (ranks[0][1], ranks[1][1], load_file(tmp_path / "model.safetensors")):
+        names = ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]
+        assert far([state[name] for name in names], mean([own for own, _, _ in ranks])) < 1e-12
+    assert ranks[0][2].tolist() == ranks[1][2].tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_two_models_are_saved_under_names_of_their_own(tmp_path: Path) -> None:
+    assert run(programs.two_models, 2, ALGORITHMS["diloco"], tmp_path) == [[True] * 7] * 2
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    assert {"murmura-rank-1.pt", "murmura_1-rank-1.pt"} <= set(files(folder))
+
+
+def test_a_model_that_accelerate_compiles_is_kept_together(tmp_path: Path) -> None:
+    for found, expected, is_restored in run(programs.compiled, 2, ALGORITHMS["diloco"], Task(), tmp_path):
+        assert far(found, expected) <= 1e-9
+        assert is_restored
+
+
+def test_what_does_not_work_is_refused(tmp_path: Path) -> None:
+    sharded, wrapped, dim, waiting, lonely = run(programs.refusals, 2, tmp_path)[0]
+    assert "fsdp_plugin= shards the model" in sharded
+    assert "Give it the bare model" in wrapped
+    assert "dim" in dim
+    assert "no_sync" in waiting
+    assert "Accelerator(cpu=True)" in lonely
+
+
+def test_a_backward_can_be_told_to_synchronise() -> None:
+    for alone, both in run(programs.triggered, 2):
+        assert alone.item() in (1.0, 2.0)
+        assert both.item() == (11.0 + 22.0) / 2
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from murmura.integrations.accelerate import Accelerator
+accelerator = Accelerator(algorithm="low_precision_decentralized", cpu=True)
+assert accelerator.num_processes == 2
+model = torch.nn.Linear(3, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(3):
+    accelerator.backward(model(torch.ones(2, 3) * accelerator.process_index).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.save_state("state")
+print("distance", model.consensus_distance(), type(model).__module__, "on", dist.get_backend())
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun", "murmura"])
+def test_launchers_start_it(launcher: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = {
+        "accelerate": [
+            "-m",
+            "accelerate.commands.launch",
+            "--multi_gpu",
+            "--num_processes",
+            "2",
+            "--main_process_port",
+            "0",
+        ],
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        "murmura": ["-m", "murmura", "run", "-n", "2"],
+    }[launcher]
+    done = subprocess.run(
+        [sys.executable, *command, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("murmura.ddp.ddp on murmura") == 2
+    assert {"murmura-rank-0.pt", "murmura-rank-1.pt", "model.safetensors"} <= set(files(tmp_path / "state"))
