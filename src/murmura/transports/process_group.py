@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from murmura.collectives import ring
 from murmura.collectives.deadline import Deadline
 from murmura.collectives.reduction import BITWISE
 from murmura.errors import ConfigError, PeerTimeout, RendezvousError, TransportError, UsageError
@@ -31,7 +30,7 @@ from murmura.transports.failure_log import FailureLog, is_timeout
 from murmura.transports.group_building import build_group
 from murmura.transports.launching import LaunchingTransport
 from murmura.transports.liveness import Liveness
-from murmura.transports.process_group_messages import ProcessGroupMessages
+from murmura.transports.process_group_messages import ProcessGroupMessages, Streams
 from murmura.transports.rendezvous import Roster, Store, sign_in, under
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.signed_store import SignedStore
@@ -90,6 +89,7 @@ class ProcessGroupTransport(LaunchingTransport):
             self._failure_log = FailureLog(self._store, rank, world_size, self._liveness, self.reporter)
         self._group_store: Store | None = None  # torch does not keep alive what it was handed
         self._owns_group = False
+        self.streams: Streams | None = None  # of tagged messages, if this is their channel
         self._call = ""  # in words, of the operation under way
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._awaited = self._peers  # whom it waits for
@@ -205,9 +205,7 @@ class ProcessGroupTransport(LaunchingTransport):
         return split
 
     def tagged_messages(self) -> TaggedMessages:
-        channel = self.split("tagged messages")
-        assert channel is not None  # every rank is a member
-        return ProcessGroupMessages(channel)
+        return ProcessGroupMessages.split_off(self)
 
     def on_abort(self, error: BaseException) -> None:
         if self._failure_log is not None and not self.closed:
@@ -217,8 +215,8 @@ class ProcessGroupTransport(LaunchingTransport):
     def on_close(self) -> None:
         if self._failure_log is not None and self.failure is None:
             self._failure_log.announce_exit(self.exit_notice())
-        if not self._executor.idle:
-            self._break_off()  # what still waits in the communication thread will wait no more
+        if not self._executor.idle or (self.streams is not None and self.streams.in_flight()):
+            self._break_off()  # what still waits in the communication thread, or for a message, will wait no more
         if self.launches is not None:
             self.launches.drain()
 
@@ -238,12 +236,12 @@ class ProcessGroupTransport(LaunchingTransport):
     def all_reduce_flat(
         self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None
     ) -> None:
+        if flat_out.dtype not in group_messages.NATIVE_DTYPES or (self._on_cuda and op in BITWISE):
+            super().all_reduce_flat(flat_in, flat_out, op, call, timeout)
+            return
         self.compare_calls(call, timeout)
         if flat_out is not flat_in:
             flat_out.copy_(flat_in)
-        if flat_out.dtype not in group_messages.NATIVE_DTYPES or (self._on_cuda and op in BITWISE):
-            ring.all_reduce(self, flat_out, op, timeout=self.seconds(timeout))
-            return
         # The sum may exceed the range of float16 where the mean does not.
         total = flat_out.float() if op is ReduceOp.MEAN and flat_out.dtype is torch.float16 else flat_out
         options = dist.AllreduceOptions()
