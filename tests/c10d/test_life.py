@@ -219,6 +219,66 @@ def test_a_deadline_fails_its_group_alone() -> None:
     run(time_out, 2)
 
 
+def wait_behind() -> None:
+    """A wait ends in its own time behind an operation that does not, and nothing is lost by it."""
+    group, other = dist.new_group(), dist.new_group()
+    if dist.get_rank() == 0:
+        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in (torch.ones(2), torch.ones(3))]
+        began = time.monotonic()
+        with pytest.raises(PeerTimeout, match=r"rank 0: all_reduce on .* had not ended 0\.2 s after wait") as caught:
+            works[1].wait(timedelta(seconds=0.2))
+        assert time.monotonic() - began < 5
+        assert (caught.value.rank, caught.value.operation) == (0, "all_reduce")
+        dist.barrier(group=other)
+        for work in works:
+            work.wait(timedelta(seconds=20))
+    else:
+        dist.barrier(group=other)
+        dist.all_reduce(torch.ones(2), group=group)
+        dist.all_reduce(torch.ones(3), group=group)
+    assert total(group) == 2.0
+
+
+def test_a_wait_ends_in_its_own_time_behind_another_operation() -> None:
+    run(wait_behind, 2)
+
+
+def in_part() -> list[Any]:
+    """What the ranks of a group are called in errors, and how long its messages wait, beside a default group."""
+    told: list[Any] = []
+    group: Any = dist.new_group([1, 2], backend="murmura", timeout=timedelta(seconds=30))
+    if dist.get_rank() == 2:
+        group.set_timeout(timedelta(seconds=0.3))
+        began = time.monotonic()
+        with pytest.raises(PeerTimeout) as caught:
+            dist.recv(torch.ones(1), 1, group=group)
+        told = [caught.value.rank, caught.value.peer, str(caught.value)]
+        assert time.monotonic() - began < 10
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1, 2]], ids=["shared memory", "gloo"])
+def test_the_deadline_that_was_set_holds_for_messages_and_errors_name_ranks_of_the_world(hosts: list[int]) -> None:
+    rank, peer, told = run(in_part, 3, backend="gloo", hosts=hosts)[2]
+    assert (rank, peer) == (2, 1)
+    assert told.startswith("rank 2 waited")
+    assert "recv(src=1, tag=0)" in told
+
+
+def in_hierarchical_part() -> tuple[int, float]:
+    group: Any = dist.new_group([1, 2, 3], backend="murmura", timeout=timedelta(seconds=30))
+    if dist.get_rank() == 0:
+        return 0, 0.0
+    group.set_timeout(timedelta(seconds=7))
+    return group._transport.reporter.own, group._messages.channel.timeout
+
+
+def test_ranks_of_a_group_on_several_hosts_are_those_of_the_world() -> None:
+    told = run(in_hierarchical_part, 4, backend="gloo", hosts=[0, 0, 0, 1])
+    assert told[1:] == [(1, 7.0), (2, 7.0), (3, 7.0)]
+
+
 def abort() -> str:
     group: Any = dist.new_group()
     if dist.get_rank() == 0:
@@ -239,6 +299,9 @@ def test_abort_ends_the_waits_of_all_ranks() -> None:
     assert "rank 0" in told
 
 
+HOSTS = {"shared memory": [0, 0, 0], "gloo": [0, 1, 2], "hierarchical": [0, 0, 1]}
+
+
 def monitored() -> str:
     group: Any = dist.group.WORLD
     group.monitored_barrier(timedelta(seconds=10))
@@ -249,8 +312,9 @@ def monitored() -> str:
     return str(caught.value)
 
 
-def test_monitored_barrier_names_who_is_missing() -> None:
-    told = run(monitored, 3)
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+def test_monitored_barrier_names_who_is_missing(hosts: list[int]) -> None:
+    told = run(monitored, 3, hosts=hosts)
     assert told[0].startswith("Rank 2 failed")
     assert "Rank 1 successfully reached" in told[1]
 

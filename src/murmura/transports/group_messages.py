@@ -15,6 +15,7 @@ from murmura.transports.checks import Pairs
 from murmura.types import ReduceOp
 
 PART_BYTES = 2**20
+UNUSED_TAG = 2**31 - 1
 OPS: dict[ReduceOp, Any] = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
     ReduceOp.MEAN: dist.ReduceOp.SUM,  # then divided: not every group has a mean
@@ -98,4 +99,4 @@ def close_connections(group: Any, peers: Sequence[int]) -> None:
     for peer in peers:
         with contextlib.suppress(RuntimeError):
             nothing = torch.empty(1, dtype=torch.uint8)
-            group.recv([nothing], peer, 1).wait(timedelta(milliseconds=1))
+            group.recv([nothing], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))

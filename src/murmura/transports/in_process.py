@@ -22,10 +22,10 @@ from murmura.errors import ConfigError
 from murmura.observe.probe import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
-from murmura.transports.checks import describe, flatten
+from murmura.transports.checks import check_timeout, describe, flatten
 from murmura.transports.error_reporter import ExitNotice
 from murmura.transports.stalls import WaitDeadline, at_fault, is_recent
-from murmura.transports.tagged_messages import Arrival, Inbox, Message, Receive, TaggedMessages
+from murmura.transports.tagged_messages import Arrival, Inbox, Message, Receive, SentMessage, TaggedMessages, fill
 from murmura.types import ReduceOp
 
 __all__ = ["InProcessTransport"]
@@ -321,43 +321,40 @@ class InProcessTransport(Transport):
 class _InProcessMessages(TaggedMessages):
     """Tagged messages between threads: each rank has an inbox, in the state that all share."""
 
-    def __init__(self, channel: InProcessTransport) -> None:
-        super().__init__(channel.rank, channel.world_size)
-        self.channel, self._state = channel, channel._state
+    channel: InProcessTransport
 
     def post_send(self, tensor: Tensor, dst: int, tag: int) -> Message:
-        self.channel.check_usable(f"send(dst={dst})")
+        state = self.channel._state
         copy = flatten(tensor, self.channel.device).clone().view(torch.uint8)
-        with self._state.changed:
-            inbox = self._state.inboxes[dst]
-            inbox.arrive(Arrival(self.rank, tag, copy.nbytes, lambda flat: _fill(flat, copy)))
+        with state.changed:
+            inbox = state.inboxes[dst]
+            inbox.arrive(Arrival(self.rank, tag, copy.nbytes, lambda flat: fill(flat, copy)))
             inbox.match()
-            self._state.changed.notify_all()
-        return _InProcessMessage(self, Receive(copy, dst, tag, arrived_from=self.rank))
+            state.changed.notify_all()
+        return SentMessage(self.rank)
 
-    def post_recv(self, out: Tensor, src: int | None, tag: int) -> Message:
-        self.channel.check_usable("recv")
-        receive = Receive(out.detach(), src, tag)
-        with self._state.changed:
-            self._state.inboxes[self.rank].post(receive)
-        return _InProcessMessage(self, receive)
+    def post_recv(self, receive: Receive) -> Message:
+        with self.channel._state.changed:
+            self.channel._state.inboxes[self.rank].post(receive)
+        return _Received(self.channel, receive)
 
     def close(self) -> None:
         self.channel.close()
 
 
-class _InProcessMessage(Message):
-    def __init__(self, messages: _InProcessMessages, receive: Receive) -> None:
-        self._channel, self._receive = messages.channel, receive
+class _Received(Message):
+    def __init__(self, channel: InProcessTransport, receive: Receive) -> None:
+        self._channel, self._receive = channel, receive
 
     @property
     def source(self) -> int:  # type: ignore[override]
         return self._receive.arrived_from
 
     def done(self) -> bool:
-        return self._receive.ended
+        return self._receive.ended or self._channel.failed or self._channel.closed
 
     def wait(self, timeout: float | None = None) -> None:
+        check_timeout(timeout)
         receive, channel, state = self._receive, self._channel, self._channel._state
         peers = [peer for peer in range(channel.world_size) if peer != channel.rank]
 
@@ -366,10 +363,10 @@ class _InProcessMessage(Message):
                 return []
             if receive.source is not None:
                 return [receive.source]
-            return [peer for peer in peers if state.exit_notice(peer) is None] or peers
+            return [peer for peer in peers if state.exit_notice(peer) is None] or peers or [channel.rank]
 
         with state.changed:
-            channel.operation = f"recv(src={'any' if receive.source is None else receive.source}, tag={receive.tag})"
+            channel.operation = receive.operation
             try:
                 channel._wait(missing, timeout)
             except BaseException as error:
@@ -377,7 +374,3 @@ class _InProcessMessage(Message):
                 raise
         if receive.error is not None:
             raise receive.error
-
-
-def _fill(flat: Tensor, raw: Tensor) -> None:
-    flat.view(torch.uint8).copy_(raw)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import weakref
 from collections.abc import Mapping
 
@@ -19,12 +20,14 @@ class PidfdPoll:
     def __init__(self, ranks: Mapping[int, int]) -> None:
         self._ranks = dict(ranks)
         self._poll = select.poll()
+        self._polling = threading.Lock()  # which refuses a second thread
         for fd in ranks:
             self._poll.register(fd, select.POLLIN)
 
     def dead(self) -> list[int]:
         """The ranks whose process has ended."""
-        return sorted(self._ranks[fd] for fd, _ in self._poll.poll(0))
+        with self._polling:
+            return sorted(self._ranks[fd] for fd, _ in self._poll.poll(0))
 
 
 class Liveness(PidfdPoll):

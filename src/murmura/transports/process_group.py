@@ -30,7 +30,7 @@ from murmura.transports.failure_log import FailureLog, is_timeout
 from murmura.transports.group_building import build_group
 from murmura.transports.launching import LaunchingTransport
 from murmura.transports.liveness import Liveness
-from murmura.transports.process_group_messages import ProcessGroupMessages
+from murmura.transports.process_group_messages import ProcessGroupMessages, Streams
 from murmura.transports.rendezvous import Roster, Store, sign_in, under
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.signed_store import SignedStore
@@ -89,6 +89,7 @@ class ProcessGroupTransport(LaunchingTransport):
             self._failure_log = FailureLog(self._store, rank, world_size, self._liveness, self.reporter)
         self._group_store: Store | None = None  # torch does not keep alive what it was handed
         self._owns_group = False
+        self.streams: Streams | None = None  # of tagged messages, if this is their channel
         self._call = ""  # in words, of the operation under way
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._awaited = self._peers  # whom it waits for
@@ -204,9 +205,7 @@ class ProcessGroupTransport(LaunchingTransport):
         return split
 
     def tagged_messages(self) -> TaggedMessages:
-        channel = self.split("tagged messages")
-        assert channel is not None  # every rank is a member
-        return ProcessGroupMessages(channel)
+        return ProcessGroupMessages.split_off(self)
 
     def on_abort(self, error: BaseException) -> None:
         if self._failure_log is not None and not self.closed:
@@ -216,8 +215,8 @@ class ProcessGroupTransport(LaunchingTransport):
     def on_close(self) -> None:
         if self._failure_log is not None and self.failure is None:
             self._failure_log.announce_exit(self.exit_notice())
-        if not self._executor.idle:
-            self._break_off()  # what still waits in the communication thread will wait no more
+        if not self._executor.idle or (self.streams is not None and self.streams.in_flight()):
+            self._break_off()  # what still waits in the communication thread, or for a message, will wait no more
         if self.launches is not None:
             self.launches.drain()
 

@@ -8,16 +8,21 @@ whenever this rank waits for one, or asks whether one is done.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from murmura.errors import UsageError
 from murmura.transports.checks import check_dense, check_rank, check_timeout, check_writable, flatten, store
+from murmura.transports.error_reporter import Reporter
+
+if TYPE_CHECKING:
+    from murmura.transports.endpoint import Endpoint
 
 
 class Message(ABC):
@@ -34,17 +39,32 @@ class Message(ABC):
         """Return when the tensor may be used; raise what became of the message otherwise."""
 
 
-class TaggedMessages(ABC):
-    """The tagged messages of one rank; any thread may use them."""
+class SentMessage(Message):
+    """A message whose tensor was copied, so that its sender waits for nobody."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
+    def __init__(self, sender: int) -> None:
+        self.source = sender
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        check_timeout(timeout)
+
+
+class TaggedMessages(ABC):
+    """The tagged messages of one rank; any thread may use them. `channel`, whose deadline they have, is theirs."""
+
+    def __init__(self, channel: Endpoint) -> None:
+        self.channel = channel
+        self.rank = channel.rank
+        self.world_size = channel.world_size
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Message:
         """Send `tensor` to rank `dst`, which may be this one. The tensor is the caller's again after ``wait``."""
         check_rank(dst, self.world_size, "dst")
         check_dense(tensor)
+        self.channel.check_usable(f"send(dst={self.channel.reporter.world_rank(dst)})")
         return self.post_send(tensor, dst, tag)
 
     def irecv(self, out: Tensor, src: int | None = None, tag: int = 0) -> Message:
@@ -52,13 +72,15 @@ class TaggedMessages(ABC):
         if src is not None:
             check_rank(src, self.world_size, "src")
         check_writable(out)
-        return self.post_recv(out, src, tag)
+        receive = Receive(out.detach(), src, tag, self.channel.reporter)
+        self.channel.check_usable(receive.operation)
+        return self.post_recv(receive)
 
     @abstractmethod
     def post_send(self, tensor: Tensor, dst: int, tag: int) -> Message: ...
 
     @abstractmethod
-    def post_recv(self, out: Tensor, src: int | None, tag: int) -> Message: ...
+    def post_recv(self, receive: Receive) -> Message: ...
 
     @abstractmethod
     def close(self) -> None:
@@ -67,12 +89,16 @@ class TaggedMessages(ABC):
 
 @dataclass
 class Arrival:
-    """A message that has come and that nobody has received yet; `deliver` copies it to a flat tensor."""
+    """A message that has come and that nobody has received yet; `deliver` copies it to a flat tensor.
+
+    `release` is called once, when it has been delivered or refused, and frees what it takes.
+    """
 
     source: int
     tag: int
     num_bytes: int
     deliver: Callable[[Tensor], None]
+    release: Callable[[], None] = lambda: None
 
 
 @dataclass
@@ -82,6 +108,7 @@ class Receive:
     out: Tensor
     source: int | None
     tag: int
+    reporter: Reporter
     arrived_from: int = -1
     error: BaseException | None = None
 
@@ -89,17 +116,28 @@ class Receive:
     def ended(self) -> bool:
         return self.arrived_from >= 0 or self.error is not None
 
+    @property
+    def operation(self) -> str:
+        """What errors call it."""
+        src = "any" if self.source is None else self.reporter.world_rank(self.source)
+        return f"recv(src={src}, tag={self.tag})"
+
     def take(self, arrival: Arrival) -> None:
-        if arrival.num_bytes != self.out.nbytes:
-            self.error = UsageError(
-                f"a message of {arrival.num_bytes} bytes came from rank {arrival.source} with tag {self.tag}, but the "
-                f"tensor to receive it has {self.out.nbytes}. Both must be of one size."
-            )
-            return
-        flat = flatten(self.out, self.out.device, load=False)
-        arrival.deliver(flat)
-        store(flat, self.out)
-        self.arrived_from = arrival.source
+        try:
+            if arrival.num_bytes != self.out.nbytes:
+                raise UsageError(
+                    f"rank {self.reporter.own} in {self.operation}: a message of {arrival.num_bytes} bytes came from "
+                    f"rank {self.reporter.world_rank(arrival.source)}, but the tensor to receive it has "
+                    f"{self.out.nbytes}. Both must be of one size."
+                )
+            flat = flatten(self.out, self.out.device, load=False)
+            arrival.deliver(flat)
+            store(flat, self.out)
+            self.arrived_from = arrival.source
+        except Exception as error:  # carried to whoever waits for it, which need not be this thread
+            self.error = error
+        finally:
+            arrival.release()
 
 
 @dataclass
@@ -133,14 +171,6 @@ class Inbox:
         return False
 
 
-class Progress:
-    """How long a call may still wait."""
-
-    def __init__(self, timeout: float | None, default: float) -> None:
-        check_timeout(timeout)
-        self.seconds = default if timeout is None else timeout
-        self._until = time.monotonic() + self.seconds
-
-    @property
-    def left(self) -> float:
-        return max(0.001, self._until - time.monotonic())
+def fill(flat: Tensor, raw: Tensor) -> None:
+    """Copy the bytes `raw` to a flat tensor of any dtype."""
+    flat.view(torch.uint8).copy_(raw)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from murmura.errors import RendezvousError
 from murmura.transports.base import Transport
+from murmura.transports.error_reporter import Reporter
 from murmura.transports.hierarchical import HierarchicalTransport
 from murmura.transports.in_process import InProcessTransport
 from murmura.transports.process_group import ProcessGroupTransport
@@ -61,10 +62,13 @@ class Channel:
     def __init__(self, world: World, transport: Transport, timeout: float) -> None:
         self._world = world
         self.transport = transport
-        transport.timeout = timeout
         self.messages: TaggedMessages = transport.tagged_messages()
+        self.set_timeout(timeout)
         self._closed = False
         world.take()
+
+    def set_timeout(self, seconds: float) -> None:
+        self.transport.timeout = self.messages.channel.timeout = seconds
 
     def abort(self, error: BaseException) -> None:
         self.transport.abort(error)
@@ -82,10 +86,11 @@ def open_channel(store: Store, rank: int, world_size: int, timeout: float, ranks
     if world_size == 1:
         alone = World(InProcessTransport.create_group(1, timeout=timeout)[0], "")
         return Channel(alone, alone.transport.channel("group"), timeout)
-    roster = sign_in(under(store, "murmura"), rank, world_size, timeout)
+    reporter = Reporter(rank, ranks or range(world_size))
+    roster = sign_in(under(store, "murmura"), rank, world_size, timeout, reporter)
     world, places = _shared_world(roster, world_size, timeout)
     if world is None:
-        world, places = _join(roster, world_size, timeout, ranks), range(world_size)
+        world, places = _join(roster, world_size, timeout, ranks or None), range(world_size)
         _worlds.add(world)
     split = world.transport.split("group-" + "-".join(map(str, places)), list(places))
     assert split is not None  # this rank is a member
@@ -93,7 +98,7 @@ def open_channel(store: Store, rank: int, world_size: int, timeout: float, ranks
 
 
 def _shared_world(roster: Roster, world_size: int, timeout: float) -> tuple[World | None, Sequence[int]]:
-    """The newest world that all ranks of the group are in, and their ranks there; None if there is none."""
+    """A world that all ranks of the group are in, and their ranks there; None if there is none."""
     known = {world.token: world for world in _worlds if world.usable}
     said = ",".join(f"{token}:{world.transport.rank}" for token, world in known.items())
     told = _tell_all(roster, "worlds", said, world_size, timeout)
@@ -123,17 +128,16 @@ def _tell_all(roster: Roster, key: str, text: str, world_size: int, timeout: flo
     return told
 
 
-def _join(roster: Roster, world_size: int, timeout: float, ranks: Sequence[int]) -> World:
+def _join(roster: Roster, world_size: int, timeout: float, ranks: Sequence[int] | None) -> World:
     token = _tell_all(roster, "token", secrets.token_hex(16), world_size, timeout)[0]
     rank, store = roster.rank, roster.store
+    options: dict[str, Any] = {"timeout": timeout, "world_ranks": ranks}
     num_hosts = len(set(roster.hosts))
     transport: Transport
     if num_hosts == 1:
-        transport = SharedMemoryTransport.join(
-            f"c10d:{token}", rank, world_size, timeout=timeout, world_ranks=ranks or None
-        )
+        transport = SharedMemoryTransport.join(f"c10d:{token}", rank, world_size, **options)
     elif num_hosts == world_size:
-        transport = ProcessGroupTransport.join(under(store, "world"), rank, world_size, timeout=timeout)
+        transport = ProcessGroupTransport.join(under(store, "world"), rank, world_size, **options)
     else:
-        transport = HierarchicalTransport.join(under(store, "world"), rank, world_size, timeout=timeout)
+        transport = HierarchicalTransport.join(under(store, "world"), rank, world_size, **options)
     return World(transport, token)

@@ -49,7 +49,7 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         self._store = store
         self._others = others  # a group of torch's for the tensors of other devices, or None
         self._name, self._desc = "", ""
-        self._queue = OperationQueue(f"c10d-{channel.transport.name}")
+        self._queue = OperationQueue(f"c10d-{channel.transport.name}", channel.transport.reporter.own)
         self._pool = MemoryPool(channel.transport)
         self._repeated = RepeatedAllReduces(channel.transport)
         self._num_barriers = 0
@@ -156,7 +156,7 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         if seconds is None:
             raise UsageError(f"timeout={timeout} is not a time above 0: without a deadline a rank would wait for ever.")
         self.options._timeout = timeout
-        self._transport.timeout = seconds
+        self._channel.set_timeout(seconds)
 
     _set_default_timeout = set_timeout
 

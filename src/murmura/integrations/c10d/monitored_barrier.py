@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import torch
@@ -56,13 +57,14 @@ def _await_all(messages: TaggedMessages, reporter: Reporter, tag: int, seconds: 
     until = time.monotonic() + seconds
     while any(not each.done() for each in awaited.values()) and time.monotonic() < until:
         time.sleep(PAUSE_SECONDS)
-    missing = [peer for peer, each in awaited.items() if not each.done()]
+    missing = [peer for peer, each in awaited.items() if each.source < 0]  # some may have failed
     named = missing if wait_all_ranks else missing[:1]
     verdict = torch.zeros(1 + messages.world_size)
     for peer in named:
         verdict[1 + peer] = 1.0
     for peer in awaited:
-        messages.isend(verdict, peer, tag)
+        with contextlib.suppress(MurmuraError):  # if it is gone
+            messages.isend(verdict, peer, tag)
     if named:
         raise _named(reporter, named, seconds)
 

@@ -23,10 +23,10 @@ TURN_SECONDS = 0.05  # between two looks of a waiting thread at whether it can r
 
 
 class OperationQueue:
-    """See the module; `name` is for the thread."""
+    """See the module; `name` is for the thread, and `rank` what errors call this rank."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, rank: int) -> None:
+        self._name, self._rank = name, rank
         self._pending: deque[QueuedWork] = deque()
         self._running = threading.Lock()  # held by whoever runs an operation
         self._finished = threading.Condition(threading.Lock())
@@ -85,29 +85,44 @@ class OperationQueue:
         return work
 
     def complete(self, work: QueuedWork, timeout: float | None) -> None:
-        """Return when `work` has ended; run the queue up to it, unless another thread does."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        """Return when `work` has ended; run the queue up to it, unless another thread does.
+
+        With a timeout the thread of the queue runs it: what comes before may take longer, and cannot be left half-way.
+        """
+        if timeout is not None:
+            self.wake()
+            if not self._await(work, timeout):
+                raise self._late(work, timeout)
+            return
         while not work.ended:
             if self._running.acquire(False):
                 try:
                     while not work.ended and self._pending:
-                        head = self._pending.popleft()
-                        head.perform(timeout if head is work else None)
+                        self._pending.popleft().perform()
+                        self._tell_waiting()
                 finally:
                     self._running.release()
-                self._tell_waiting()
                 if self._pending:
                     self.wake()
                 continue
-            with self._finished:
-                self._num_waiting += 1
-                self._finished.wait_for(lambda: work.ended, TURN_SECONDS)
-                self._num_waiting -= 1
-            if deadline is not None and not work.ended and time.monotonic() > deadline:
-                raise GroupPeerTimeout(
-                    f"an operation on {self._name} had not ended {timeout:g} s after wait() was called; it goes on. "
-                    "Wait again, or give the group a shorter timeout."
-                )
+            self._await(work, TURN_SECONDS)
+
+    def _await(self, work: QueuedWork, seconds: float) -> bool:
+        """Let other threads run the queue; whether `work` has ended."""
+        with self._finished:
+            self._num_waiting += 1
+            ended = self._finished.wait_for(lambda: work.ended, seconds)
+            self._num_waiting -= 1
+        return ended
+
+    def _late(self, work: QueuedWork, timeout: float) -> GroupPeerTimeout:
+        return GroupPeerTimeout(
+            f"rank {self._rank}: {work.name} on {self._name} had not ended {timeout:g} s after wait() was called: a "
+            "peer has not come to it, or to one before it. It goes on: wait again, or look at what the others do. "
+            "The group's own timeout ends it and names the rank.",
+            rank=self._rank,
+            operation=work.name,
+        )
 
     def wake(self) -> None:
         """Let the thread of the queue run what is pending, now."""

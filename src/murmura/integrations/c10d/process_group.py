@@ -20,7 +20,7 @@ from murmura.integrations.c10d.monitored_barrier import monitored_barrier
 from murmura.integrations.c10d.tensors import Flat, flat_views, one_dtype, reduce_op, split_rows
 from murmura.integrations.c10d.work import SYNCHRONOUS, FinishedWork, MessageWork, Operation, QueuedWork, seconds_of
 
-SMALL_BYTES = 256 * 1024
+LAZY_BYTES = 256 * 1024
 """Up to this size an asynchronous operation is left to whoever waits for it."""
 
 
@@ -56,7 +56,9 @@ class MurmuraProcessGroup(GroupIdentity):
                 if self._queue.run_at_once(self._transport.run_prepared, prepared, limit):
                     return SYNCHRONOUS
             elif limit is None:
-                return self._queue.submit(QueuedWork(self._queue, self._repeat(prepared, tensor, opts), tensors))
+                return self._queue.submit(
+                    QueuedWork(self._queue, self._repeat(prepared, tensor, opts), tensors, None, "all_reduce")
+                )
         return self._start("all_reduce", self._all_reduce(tensor, opts), tensors, tensors, opts)
 
     def _repeat(self, prepared: Any, tensor: Tensor, opts: Any) -> Operation:
@@ -343,9 +345,9 @@ class MurmuraProcessGroup(GroupIdentity):
             return FinishedWork(outputs)
         if limit is not None:
             operation = _limited(operation, limit)
-        work = QueuedWork(self._queue, operation, outputs, end)
+        work = QueuedWork(self._queue, operation, outputs, end, name)
         num_bytes = sum(tensor.nbytes for tensor in inputs if tensor.layout is torch.strided)
-        return self._queue.submit(work, urgent=num_bytes > SMALL_BYTES)
+        return self._queue.submit(work, urgent=num_bytes > LAZY_BYTES)
 
     def _event(self, name: str, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
         """Begin an event in torch.profiler; None if none runs."""

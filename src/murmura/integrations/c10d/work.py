@@ -122,19 +122,21 @@ class QueuedWork(_EndedWork):
         operation: Operation,
         outputs: Sequence[Tensor],
         finish: Callable[[], None] | None = None,
+        name: str = "an operation",
     ) -> None:
-        """`finish` is called once, at the end of ``wait``."""
+        """`finish` is called once, at the end of ``wait``; errors tell the `name`."""
         Work.__init__(self)
         self._queue = queue
         self._operation: Operation | None = operation
         self.outputs = outputs
         self._finish = finish
+        self.name = name
 
-    def perform(self, timeout: float | None = None) -> None:
+    def perform(self) -> None:
         operation, self._operation = self._operation, None  # whose tensors are not kept alive
         assert operation is not None
         try:
-            operation(timeout)
+            operation(None)
         except BaseException as error:  # carried to whoever waits
             self.error = as_torch_error(error)
         self.ended = True

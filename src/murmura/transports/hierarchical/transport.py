@@ -126,7 +126,10 @@ class HierarchicalTransport(Transport):
         return self._inside.allocate(numel, dtype, device)
 
     def tagged_messages(self) -> TaggedMessages:
-        return self._across.tagged_messages()  # a receive from any source cannot wait for memory and a network at once
+        # A receive from any source cannot wait for memory and a network at once.
+        messages = self._across.tagged_messages()
+        self.keep_split(messages.channel, None)
+        return messages
 
     def observe_waiting(self, probe: Probe | None) -> None:
         self._inside.observe_waiting(None if probe is None else probe.within(self._members))

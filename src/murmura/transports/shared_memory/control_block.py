@@ -13,6 +13,7 @@ import functools
 import hashlib
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -27,7 +28,7 @@ from murmura.transports.stalls import StallNotes, WaitDeadline, at_fault, is_rec
 
 # Words of a block. The first eight share a cache line: what a collective of small messages reads of a peer.
 ENTERED = 0  # number of the collective entered last
-ASLEEP = 1  # 1 while the rank sleeps on its wake word
+ASLEEP = 1  # threads of the rank that sleep on its wake word
 DIGEST = 2  # of the call, by the parity of its number (2 words)
 PLACE_IN = 4  # where its input lies, by parity (2 words); ~place for a staging area, OFFERED | address elsewhere
 PLACE_OUT = 6  # where its output goes, by parity (2 words)
@@ -75,7 +76,7 @@ class ControlBlock:
     """The control blocks of all ranks of a channel, as one rank sees them: it writes its own and reads the others.
 
     `blocks[i]` is the place of rank i's block; `life_fds[i]` becomes readable when rank i dies. One thread at a time
-    may use it.
+    may use it, but any number may `wait`.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class ControlBlock:
         self.probe: Probe | None = None  # told whom this rank waits for
         oversubscribed = self.world_size > len(os.sched_getaffinity(0))
         self.spins = 0 if oversubscribed else SPINS
+        self._num_asleep, self._counting = 0, threading.Lock()
         self._theirs = [self.at[peer] for peer in self.peers]
         self._asleep = [self.at[peer] + ASLEEP for peer in self.peers]
         self.life_fds = list(life_fds)
@@ -128,6 +130,12 @@ class ControlBlock:
         for at in self._asleep:
             if words[at]:
                 self._wake(at - ASLEEP)
+
+    def wake_own(self) -> None:
+        """Wake the threads of this rank that sleep: another one has done something for them."""
+        self.fence()
+        if self._num_asleep:
+            self._wake(self.own)
 
     def _wake(self, block: int) -> None:
         # Values differ from rank to rank, so that the word changes even if two ranks write it at once.
@@ -186,14 +194,14 @@ class ControlBlock:
         deadline = WaitDeadline(self.reporter, operation, timeout, self.notes)
         nap = FIRST_NAP
         while True:
-            words[own + ASLEEP] = 1
+            self._count_asleep(1)
             try:
                 seen = words[own + WAKE] & 0xFFFFFFFF
                 self.fence()
                 if missing():
                     futex.wait(wake_address, seen, min(nap, max(0.0, deadline.remaining)))
             finally:
-                words[own + ASLEEP] = 0
+                self._count_asleep(-1)
             self.fence()
             awaited = missing()
             if not awaited:
@@ -212,6 +220,11 @@ class ControlBlock:
                 guilty = at_fault(awaited, self._awaited_by, self.rank)
                 are_stopped = all(process_state(self.life_fds[peer])[1] in STOPPED for peer in guilty)
                 deadline.check(guilty, self._state_of(guilty), certain=are_stopped)
+
+    def _count_asleep(self, change: int) -> None:
+        with self._counting:
+            self._num_asleep += change
+            self.words[self.own + ASLEEP] = self._num_asleep
 
     def _awaited_by(self, peer: int) -> list[int]:
         awaits = self.read(peer, AWAITS) & 0x7FFF
