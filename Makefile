@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=  # empty: without bytecode on disk, each process of the tests compiles everything anew
 
-.PHONY: help demo test test-all test-integrations lint bench docs clean
+.PHONY: help demo test test-untimed test-all test-integrations lint bench docs clean
 
 help:
 	@echo "make demo      set up, then four ranks train while you watch, three algorithms race on a slow link, and a report"
@@ -34,9 +34,12 @@ lint: $(READY)
 # Each worker collects the files it is given and imports torch twice, ten seconds of a core: so few workers, and few files
 TIMED = tests/faults $(shell grep -rl --include='test_*.py' mark.timed tests)
 
-test: lint
-	$(BIN)/pytest -n 4 -m "not slow and not timed"
+test: $(READY)
+	$(MAKE) --no-print-directory --jobs 2 lint test-untimed
 	$(BIN)/pytest -n 3 -m "not slow and timed" $(TIMED)
+
+test-untimed: $(READY)
+	$(BIN)/pytest -n 4 -m "not slow and not timed"
 
 test-all: lint
 	$(BIN)/pytest -n 3 -m "not timed"

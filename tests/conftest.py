@@ -48,6 +48,18 @@ def pytest_configure() -> None:
     os.environ[TOKEN] = f"{os.getpid()}-{time.monotonic_ns()}"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Make no test of a long grid that the run leaves out: there are more of them than others, in every worker."""
+    yield
+    if "not slow" in metafunc.config.option.markexpr:
+        if metafunc.definition.get_closest_marker("slow"):
+            metafunc._calls.clear()  # one is made all the same, and deselected
+        else:
+            fast = [call for call in metafunc._calls if not any(mark.name == "slow" for mark in call.marks)]
+            metafunc._calls[:] = fast or metafunc._calls[:1]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the tables that tests recorded, wherever they ran."""
     reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
@@ -63,14 +75,14 @@ def fork_server() -> None:
 
     The first optimizer of a process makes torch import its compiler, which takes more than a second of every rank.
     """
-    multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "murmura", "pytest"])
+    multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "murmura", "murmura.tools.cli.main", "pytest"])
     multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True)
 def police() -> Iterator[None]:
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed notes the call for devices that are not there
     variables = dict(os.environ)
     before = Before(own_traces(), pids(), set(os.listdir(SHARED)))
     yield

@@ -59,6 +59,12 @@ def script(words: Sequence[str]) -> None:
     runpy.run_path(words[0], run_name="__main__")
 
 
+def module(words: Sequence[str]) -> None:
+    """As `python -m MODULE ARGUMENT…`."""
+    sys.argv = [*words]
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
 def torchrun(words: Sequence[str]) -> None:
     from torch.distributed.run import main
 

@@ -3,9 +3,10 @@
     python tests/mutations.py --seed 1 --count 40 --jobs 2
 
 draws `count` mutations from the syntax trees of the library (`src/murmura` without its tools), applies each in its own
-copy of the repository, and runs there, with `-x`, the fast tests that import the file, nearest first. A mutation is
-caught when a test fails on it twice and passes on the untouched copy, or when the run crashes or hangs. What survives
-is printed with its diff: it needs a test, or a reason why the two programs are the same.
+copy of the repository, and runs there, with `-x`, the fast tests that import the file: namesakes first, then the
+nearest and cheapest. A mutation is caught when a test fails on it twice and passes on the untouched copy, or when the
+run crashes or hangs. What survives is printed with its diff: it needs a test, or a reason why the two programs are the
+same. `--junit` names the report of an earlier run, `pytest --junitxml`, from which the costs of the tests are known.
 
 Only Python, torch and pytest are needed. The draw depends on the seed and the source alone.
 """
@@ -31,6 +32,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+
+from nearest import Imports, seconds_by_file
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = ("tools/", "lab.py", "__main__.py", "compressors/minmax_triton.py")  # programs; kernels that need a GPU
@@ -181,81 +184,6 @@ def draw(package: Path, seed: int, count: int) -> list[Mutation]:
     return random.Random(seed).sample(found, min(count, len(found)))
 
 
-# Which tests are run
-
-
-class Imports:
-    """Who imports whom, in the library and in the tests; a name that a package re-exports counts as its own module."""
-
-    def __init__(self, root: Path) -> None:
-        self._trees = {}
-        for base in (root / "src", root / "tests"):
-            for file in sorted(base.rglob("*.py")):
-                parts = file.relative_to(base).with_suffix("").parts
-                name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-                self._trees[name] = (file, ast.parse(file.read_text(encoding="utf-8")))
-        self._edges = {name: self._targets(name) for name in self._trees}
-        self.tests = {
-            name: file.relative_to(root).as_posix()
-            for name, (file, _) in self._trees.items()
-            if file.name.startswith("test_") and "gpu" not in file.parts
-        }
-
-    def _targets(self, name: str) -> set[str]:
-        return {
-            self._home(*each)
-            for node in ast.walk(self._trees[name][1])
-            for each in named(node, self._package(name))
-            if self._home(*each)
-        }
-
-    def _package(self, name: str) -> list[str]:
-        parts = name.split(".")
-        return parts if self._trees[name][0].name == "__init__.py" else parts[:-1]
-
-    def _home(self, module: str, attribute: str) -> str:
-        """The module that defines what is imported, through the packages that re-export it; empty if it is foreign."""
-        if f"{module}.{attribute}" in self._trees:
-            return f"{module}.{attribute}"
-        if module not in self._trees:
-            return ""
-        for node in self._trees[module][1].body:
-            if isinstance(node, ast.ImportFrom):
-                for source, name in named(node, self._package(module)):
-                    if name == attribute and (source, name) != (module, attribute):
-                        return self._home(source, name) or module
-        return module
-
-    def nearest_tests(self, path: str) -> list[str]:
-        """The test files from which imports lead to the library's file at `path`: namesakes first, then the nearest."""
-        module = ".".join(("murmura", *Path(path).with_suffix("").parts)).removesuffix(".__init__")
-        distance = {module: 0}
-        frontier = [module]
-        while frontier:
-            before = [name for name in self._edges if name not in distance and self._edges[name] & set(frontier)]
-            distance |= dict.fromkeys(before, distance[frontier[0]] + 1)
-            frontier = before
-        words = words_of(module)
-
-        def order(name: str) -> tuple[int, int, bool, bool, str]:
-            return -len(words & words_of(name)), distance[name], "contracts" not in name, "faults" in name, name
-
-        return [self.tests[name] for name in sorted(distance.keys() & self.tests.keys(), key=order)]
-
-
-def words_of(module: str) -> set[str]:
-    return {word.removesuffix("s") for word in re.split(r"[._]", module)} - {"murmura", "test", "base", "shared"}
-
-
-def named(node: ast.AST, package: Sequence[str]) -> Iterator[tuple[str, str]]:
-    match node:
-        case ast.Import(names=names):
-            yield from ((alias.name, "") for alias in names)
-        case ast.ImportFrom(module=module, names=names, level=level):
-            base = list(package[: len(package) - level + 1]) if level else []
-            yield from ((".".join([*base, *([module] if module else [])]), alias.name) for alias in names)
-
-
 # Running them
 
 
@@ -366,11 +294,15 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a mutation has to be caught")
     parser.add_argument("--list", action="store_true", help="show the draw and the nearest tests, run nothing")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file, too")
+    parser.add_argument("--junit", type=Path, help="pytest's report of an earlier run, from which costs are known")
     options = parser.parse_args()
     drawn = draw(ROOT / "src" / "murmura", options.seed, options.count)
     imports = Imports(ROOT)
+    seconds = seconds_by_file(options.junit) if options.junit else None
     usable = set(imports.tests.values()) if options.list else collected(ROOT)
-    nearest = {each.path: [test for test in imports.nearest_tests(each.path) if test in usable] for each in drawn}
+    nearest = {
+        each.path: [test for test in imports.nearest_tests(each.path, seconds) if test in usable] for each in drawn
+    }
     outcomes: dict[int, Outcome] = {}
     with ThreadPoolExecutor(options.jobs) as pool:
         futures = {}

@@ -7,6 +7,7 @@ import sys
 
 RUN_THREADS = """
 import murmura, torch
+import murmura.tools.cli.main
 
 def total(transport):
     mine = torch.full((3,), transport.rank + 1.0)
@@ -19,11 +20,12 @@ print("ran")
 
 BLOCKED = """
 import os, sys
+import psutil  # which has a module of its own for every system
 
 for name in ("memfd_create", "sched_getaffinity", "sched_setaffinity", "pidfd_open", "eventfd"):
     if hasattr(os, name):
         delattr(os, name)
-for name in ("fcntl", "resource"):
+for name in ("fcntl", "resource", "pwd", "grp", "termios"):
     sys.modules[name] = None  # importing it raises ImportError, as on Windows
 """
 
@@ -45,5 +47,5 @@ def test_importing_murmura_loads_no_tool_and_the_lab_comes_when_it_is_asked_for(
     assert told.splitlines() == ["[]", "Hosts True"]
 
 
-def test_threads_run_where_the_system_has_neither_fcntl_nor_memfd_nor_affinity() -> None:
+def test_threads_and_commands_run_where_the_system_has_no_module_of_unix_nor_memfd_nor_affinity() -> None:
     assert python(BLOCKED + RUN_THREADS) == "ran\n"

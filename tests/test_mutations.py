@@ -6,7 +6,13 @@ import ast
 
 import pytest
 
-from mutations import ROOT, Imports, draw, mutations
+from mutations import ROOT, draw, mutations
+from nearest import Imports
+
+
+@pytest.fixture(scope="module")
+def imports() -> Imports:
+    return Imports(ROOT)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +53,26 @@ def test_what_no_test_could_see_is_left_alone(source: str) -> None:
     assert mutations("a.py", source) == []
 
 
-def test_a_draw_is_repeatable_and_every_file_of_it_has_tests() -> None:
+def test_a_draw_is_repeatable_and_every_file_of_it_has_tests(imports: Imports) -> None:
+    part = ROOT / "src" / "murmura" / "buckets"
+    assert draw(part, 1, 40) == draw(part, 1, 40) != draw(part, 2, 40)
     drawn = draw(ROOT / "src" / "murmura", 1, 40)
-    assert drawn == draw(ROOT / "src" / "murmura", 1, 40)
     assert len(drawn) == 40
-    imports = Imports(ROOT)
     assert all(imports.nearest_tests(each.path) for each in drawn)
-    assert "tests/test_buckets.py" in imports.nearest_tests("buckets/plan.py")[:2]
+
+
+@pytest.mark.parametrize(
+    ("path", "test", "among"),
+    [
+        ("buckets/plan.py", "tests/test_buckets.py", 2),
+        ("transports/tagged_messages.py", "tests/contracts/test_tagged_messages.py", 1),
+        ("integrations/c10d/process_group.py", "tests/c10d/test_grid.py", 6),  # torch loads it
+    ],
+)
+def test_the_nearest_tests_come_first(imports: Imports, path: str, test: str, among: int) -> None:
+    assert test in imports.nearest_tests(path)[:among]
+
+
+def test_of_tests_that_are_as_near_the_cheaper_come_first(imports: Imports) -> None:
+    first, second = imports.nearest_tests("collectives/ring.py")[:2]
+    assert imports.nearest_tests("collectives/ring.py", {first: 500.0})[0] == second

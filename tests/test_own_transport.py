@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from murmura import PeerLost, PeerTimeout, TransportClosed, UsageError
+from murmura import PeerLost, PeerTimeout, TransportClosed, TransportError, UsageError
 
 PAGE = (Path(__file__).parent.parent / "docs" / "transports.md").read_text()
 BLOCK = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[-1]
@@ -94,7 +94,7 @@ def test_closing_ends_channels_and_what_waits_on_them(page: dict[str, Any]) -> N
         channel.barrier()
 
 
-def test_peers_hear_of_an_abort_before_the_rank_closes(page: dict[str, Any]) -> None:
+def test_an_abort_is_told_by_every_later_call_of_the_rank_and_of_its_peers(page: dict[str, Any]) -> None:
     queues: dict[Any, Any] = {}
     first, second = (page["QueueTransport"](queues, rank, 2, timeout=SECONDS) for rank in range(2))
     channels = [first.channel("side"), second.channel("side")]
@@ -102,6 +102,10 @@ def test_peers_hear_of_an_abort_before_the_rank_closes(page: dict[str, Any]) -> 
     for each in (second, channels[1]):
         with pytest.raises(PeerLost, match="the data is bad"):
             each.recv(torch.zeros(1), 0)
+    for each in (first, channels[0]):
+        with pytest.raises(TransportError, match=r"failed earlier.*the data is bad") as caught:
+            each.recv(torch.zeros(1), 1)
+        assert caught.value.rank == 0
     first.close()
     second.close()
 

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from murmura import Transport, run_world
-
-# psutil has a module of its own for every system.
-NOT_A_UNIX = """
-import sys, psutil
-for name in ("fcntl", "resource", "pwd", "grp", "termios"):
-    sys.modules[name] = None
-import murmura, murmura.tools.cli.main
-print(murmura.run_world(lambda transport: transport.rank, 2))
-"""
+from murmura.launch.plan import num_cores
 
 
 def rank_of(transport: Transport) -> int:
     return transport.rank
 
 
-def test_murmura_is_imported_where_the_modules_of_unix_are_missing() -> None:
-    done = subprocess.run([sys.executable, "-c", NOT_A_UNIX], capture_output=True, text=True, timeout=50)
-    assert (done.stdout, done.returncode) == ("[0, 1]\n", 0), done.stderr
-
-
 def test_processes_start_where_the_affinity_of_a_process_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
     assert run_world(rank_of, 2, kind="processes", transport="gloo") == [0, 1]
+
+
+def test_the_cores_of_the_machine_count_where_the_affinity_of_a_process_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    for told, expected in ((6, 6), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda told=told: told)
+        assert num_cores() == expected

@@ -13,12 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from forked import run_forked, script
 from murmura import (
     ConfigError,
     DistributedConfig,
@@ -603,15 +605,15 @@ print(json.dumps([type(transport).__name__, [tensor.unique().tolist() for tensor
 
 
 def test_two_jobs_at_once_on_one_host_open_no_port(tmp_path: Path) -> None:
-    script = Script(tmp_path, AVERAGE)
-    processes = []
-    with ended(processes):
-        for job, rank in ((0, 0), (1, 0), (0, 1), (1, 1)):
-            place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-            value = str(100 * job + 2 * rank)
-            name = f"job-{job}-{os.getpid()}"
-            processes.append(script.start(**place, TORCHELASTIC_RUN_ID=name, VALUE=value, OMP_NUM_THREADS="1"))
-        for process, mean in zip(processes, (1.0, 101.0, 1.0, 101.0), strict=True):
-            said, told = process.communicate(timeout=SECONDS)
-            assert told == ""
-            assert json.loads(said) == ["SharedMemoryTransport", [[mean], [mean]], []]
+    program = Script(tmp_path, AVERAGE)
+
+    def average(job: int, rank: int) -> Any:
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        place |= {"TORCHELASTIC_RUN_ID": f"job-{job}-{os.getpid()}", "VALUE": str(100 * job + 2 * rank)}
+        done = run_forked(script, [str(program.path)], variables=place, timeout=SECONDS)
+        assert done.stderr == ""
+        return json.loads(done.stdout)
+
+    with ThreadPoolExecutor(4) as pool:
+        told = list(pool.map(average, (0, 1, 0, 1), (0, 0, 1, 1)))
+    assert told == [["SharedMemoryTransport", [[mean], [mean]], []] for mean in (1.0, 101.0, 1.0, 101.0)]

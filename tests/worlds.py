@@ -5,15 +5,18 @@ A function that runs on ranks stands at the top level of its module, because pro
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import itertools
 import multiprocessing
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from murmura import (
     FaultyTransport,
@@ -107,6 +110,22 @@ def _run_rank(
         return fn(inner, *args)
     with wrap(inner) as transport:
         return fn(transport, *args)
+
+
+@contextlib.contextmanager
+def torch_group(transport: Transport, store: str) -> Iterator[None]:
+    """Torch's default group on Gloo, of the ranks of `transport`; they meet in the file `store`."""
+    distributed.init_process_group(
+        "gloo",
+        store=distributed.FileStore(store, transport.world_size),
+        rank=transport.rank,
+        world_size=transport.world_size,
+        timeout=datetime.timedelta(seconds=SECONDS),
+    )
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 def never_faulty(transport: Transport) -> Transport:

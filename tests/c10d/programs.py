@@ -211,6 +211,7 @@ def functional() -> list[Tensor]:
         funcol.broadcast(own, 0, group).clone(),
         *(each.clone() for each in funcol.all_reduce_coalesced([own, own * 2], "avg", group)),
         *(each.clone() for each in funcol.all_gather_into_tensor_coalesced([own, own * 2], group)),
+        *(each.clone() for each in funcol.reduce_scatter_tensor_coalesced([own, own * 2], "sum", [0, 0], group)),
     ]
 
 

@@ -10,7 +10,7 @@ import torch
 from c10d import programs
 from c10d.groups import run
 
-SHORT = ["ddp", "ddp_powersgd_hook", "fsdp2", "objects", "barriers_and_metrics"]
+SHORT = ["ddp", "ddp_powersgd_hook", "fsdp2", "functional", "objects", "barriers_and_metrics"]
 
 
 def check(names: list[str], world_size: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +99,12 @@ def random(length: int, dtype: torch.dtype, seed: int) -> Tensor:
 def grid(lengths: Iterable[int], dtypes: Iterable[torch.dtype], *, exact: Iterable[bool] = (True, False)) -> list[Case]:
     pairs = [(dtype, op) for dtype in dtypes for op in OPS if is_legal(op, dtype)]
     return [Case(length, *pair, exact=each) for length in lengths for pair in pairs for each in exact]
+
+
+def kinds_of(lengths: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[tuple[int, torch.dtype, str]]:
+    """Lengths, dtypes and operations in which any two of them meet, and not every three."""
+    places = [(i, j) for i, dtype in enumerate(dtypes) for j, op in enumerate(OPS) if is_legal(op, dtype)]
+    return [(lengths[(i + j) % len(lengths)], dtypes[i], OPS[j]) for i, j in places]
 
 
 def digest(tensor: Tensor) -> str:

@@ -57,7 +57,7 @@ def broadcast_cases(transport: Transport) -> list[dict[str, str]]:
     return results
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 5])
 def test_every_dtype_and_every_source(world: World, size: int) -> None:
     ways = ("ordinary", "allocated", "mixed", "tree")
     wanted = [dict.fromkeys(ways, digest(make(*case))) for case in cases(size)]

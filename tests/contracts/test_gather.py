@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from contracts.cases import OPS, REDUCIBLE, digest, is_legal, random
+from contracts.cases import OPS, REDUCIBLE, digest, is_legal, kinds_of, random
 from murmura import CollectiveMismatch, Transport, UsageError
 from oracles import reduce as oracle
 from worlds import World, those
 
 LONG = 300_007
 DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.complex64)
-CASES = [
-    *((length, dtype, op) for length in (0, 1, 3, 1001) for dtype in REDUCIBLE for op in OPS if is_legal(op, dtype)),
-    *((LONG, dtype, op) for dtype in (torch.float32, torch.bfloat16) for op in ("sum", "mean")),
-]
+SHORT = (0, 1, 3, 1001)
+LONG_CASES = [(LONG, dtype, op) for dtype in (torch.float32, torch.bfloat16) for op in ("sum", "mean")]
+CASES = [*kinds_of(SHORT, REDUCIBLE), *LONG_CASES]
+ALL_CASES = [(length, dtype, op) for length in SHORT for dtype in REDUCIBLE for op in OPS if is_legal(op, dtype)]
+ALL_CASES += LONG_CASES
 
 
 def bring(length: int, dtype: torch.dtype, rank: int, op: str) -> Tensor:
@@ -28,11 +30,11 @@ def bring(length: int, dtype: torch.dtype, rank: int, op: str) -> Tensor:
     return (torch.arange(length) % 5 + 2 * rank).to(dtype)
 
 
-def reduce_all(transport: Transport, whole: bool) -> dict[Any, tuple[str, str, str]]:
+def reduce_all(transport: Transport, whole: bool, cases: Sequence[Any] = CASES) -> dict[Any, tuple[str, str, str]]:
     """Digests of the tensor after `reduce`, of the one after an asynchronous one, and of the chunk."""
     results = {}
     size, rank = transport.world_size, transport.rank
-    for number, (length, dtype, op) in enumerate(CASES):
+    for number, (length, dtype, op) in enumerate(cases):
         values = bring(length, dtype, rank, op) if whole else random(length, dtype, rank)
         one, other = values.clone(), transport.allocate(length, dtype)
         other.copy_(values)
@@ -44,21 +46,34 @@ def reduce_all(transport: Transport, whole: bool) -> dict[Any, tuple[str, str, s
     return results
 
 
-@pytest.mark.parametrize("size", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 3)), 5])
+@pytest.mark.parametrize("size", [1, 5])
 def test_sums_of_whole_numbers(world: World, size: int) -> None:
-    check_reductions(world, size, whole=True)
+    check_reductions(world, size, CASES, whole=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_sums_of_whole_numbers_of_every_kind(world: World, size: int) -> None:
+    check_reductions(world, size, ALL_CASES, whole=True)
 
 
 @pytest.mark.parametrize("world", those(lambda world: world.exact))
 @pytest.mark.parametrize("size", [2, 3])
 def test_sums_are_made_in_rank_order(world: World, size: int) -> None:
-    check_reductions(world, size, whole=False)
+    check_reductions(world, size, CASES, whole=False)
 
 
-def check_reductions(world: World, size: int, whole: bool) -> None:
-    by_rank = world.run(reduce_all, size, whole)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", those(lambda world: world.exact))
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_of_every_kind_are_made_in_rank_order(world: World, size: int) -> None:
+    check_reductions(world, size, ALL_CASES, whole=False)
+
+
+def check_reductions(world: World, size: int, cases: Sequence[Any], whole: bool) -> None:
+    by_rank = world.run(reduce_all, size, whole, cases)
     faults = []
-    for number, case in enumerate(CASES):
+    for number, case in enumerate(cases):
         length, dtype, op = case
         inputs = [bring(*case[:2], rank, op) if whole else random(length, dtype, rank) for rank in range(size)]
         if dtype.is_complex and op == "product" and not whole:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from contracts.cases import Case, digest, grid, random
+from contracts.cases import Case, digest, kinds_of, random
 from contracts.test_broadcast import broadcast_cases
 from contracts.test_exchange import swap_with_all
 from contracts.test_gather import gather_all, reduce_all, scatter_all
@@ -49,7 +49,10 @@ def run_threads(fn: Callable[..., Any], hosts: Sequence[int], *args: Any) -> lis
 
 
 EXACT = [
-    *grid((0, 1, 3, 1001), (torch.float32, torch.bfloat16, torch.int16, torch.complex64, torch.bool), exact=[True]),
+    *(
+        Case(*kind, exact=True)
+        for kind in kinds_of((0, 1, 3, 1001), (torch.float32, torch.bfloat16, torch.int16, torch.complex64, torch.bool))
+    ),
     *(Case(SEVERAL_SEGMENTS, torch.float32, op, exact=True) for op in ("sum", "mean", "max")),
 ]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts.cases import COMPLEX, FLOATS, OPS, REDUCIBLE, Case, digest, grid, is_legal, random
+from contracts.cases import COMPLEX, FLOATS, OPS, REDUCIBLE, Case, digest, grid, is_legal, kinds_of, random
 from murmura import ReduceOp, Transport, UsageError
 from murmura.collectives import ring
 from oracles import reduce as oracle
@@ -59,12 +59,19 @@ def check_cases(world: World, size: int, cases: Sequence[Case]) -> None:
     assert not faults, f"{len(faults)} faults in {len(cases)} cases:\n" + "\n".join(faults[:20])
 
 
-@pytest.mark.parametrize("size", [pytest.param(each, marks=pytest.mark.slow if each > 3 else ()) for each in SIZES])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_short_buffers(world: World, size: int) -> None:
+    kinds = kinds_of(SHORT, REDUCIBLE)
+    check_cases(world, size, [Case(*kind, exact=number % 2 == 0) for number, kind in enumerate(kinds)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_short_buffers_of_every_kind(world: World, size: int) -> None:
     check_cases(world, size, grid(SHORT, REDUCIBLE))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [pytest.param(each, marks=[pytest.mark.slow] * (each in (1, 4))) for each in SIZES])
 def test_where_the_order_of_summation_changes(world: World, size: int) -> None:
     cases: list[Case] = []
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
@@ -74,7 +81,7 @@ def test_where_the_order_of_summation_changes(world: World, size: int) -> None:
     check_cases(world, size, cases)
 
 
-@pytest.mark.parametrize("size", [pytest.param(each, marks=[pytest.mark.slow] * (each in (1, 4))) for each in SIZES])
+@pytest.mark.parametrize("size", [pytest.param(each, marks=[pytest.mark.slow] * (each in (1, 4, 5))) for each in SIZES])
 def test_long_buffers(world: World, size: int) -> None:
     cases = [Case(LONG, torch.float32, op, exact=False) for op in OPS if is_legal(op, torch.float32)]
     cases += [Case(LONG, torch.bfloat16, op, exact=False) for op in ("sum", "mean", "max")]

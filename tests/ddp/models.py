@@ -12,13 +12,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from murmura import Transport, run_world
+from murmura import AsyncModelAverageAlgorithm, DiLoCoAlgorithm, LocalSGDAlgorithm, Transport, run_world
 from worlds import SECONDS
 
 Module = TypeVar("Module", bound=nn.Module)
 
 # The first optimizer of a process loads torch's compiler, which sets an environment variable: before any test.
 torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+
+
+WEIGHT_ALGORITHMS: dict[str, Any] = {
+    "decentralized": "decentralized",
+    "shift_one": "shift_one",
+    "local_sgd": LocalSGDAlgorithm(1),
+    "diloco": DiLoCoAlgorithm(1),
+    "low_precision": "low_precision_decentralized",
+    "async": AsyncModelAverageAlgorithm(sync_interval_rounds=1),
+}
+"""What averages weights in every round."""
 
 
 def fill(module: Module, seed: int = 0) -> Module:

@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp.models import backward, fill, number, on_ranks, values, weight
+from ddp.models import WEIGHT_ALGORITHMS, backward, fill, number, on_ranks, values, weight
 from murmura import (
     DDP,
     Algorithm,
     AlgorithmImpl,
     AsyncModelAverageAlgorithm,
     ConfigError,
-    DiLoCoAlgorithm,
     GradientAllReduceAlgorithm,
     InProcessTransport,
     LocalSGDAlgorithm,
@@ -59,16 +58,6 @@ def loss_after(transport: Transport, algorithm: str, closes: bool) -> float:
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "decentralized", "shift_one", "local_sgd", "bytegrad"])
 def test_a_closure_trains_as_a_plain_step_does(algorithm: str) -> None:
     assert on_ranks(loss_after, 2, algorithm, True) == on_ranks(loss_after, 2, algorithm, False)
-
-
-WEIGHT_ALGORITHMS = {
-    "decentralized": "decentralized",
-    "shift_one": "shift_one",
-    "local_sgd": LocalSGDAlgorithm(1),
-    "diloco": DiLoCoAlgorithm(1),
-    "low_precision": "low_precision_decentralized",
-    "async": AsyncModelAverageAlgorithm(sync_interval_rounds=1),
-}
 
 
 def test_what_is_frozen_is_averaged_too_when_the_algorithm_changes() -> None:

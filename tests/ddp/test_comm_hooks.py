@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     post_localSGD_hook,
@@ -21,7 +20,7 @@ from ddp.models import all_equal, backward, fill, on_ranks, values, weight, weig
 from murmura import DDP, Cast, GradientAllReduceAlgorithm, InProcessTransport, Transport, UsageError, run_world
 from murmura.buckets import Bucket
 from murmura.ddp.comm_hook import CommHook, GradBucket
-from worlds import SECONDS
+from worlds import SECONDS, torch_group
 
 
 def mlp() -> nn.Module:
@@ -45,17 +44,8 @@ def on_gloo(fn: Any, num_ranks: int, folder: Path, *args: Any) -> list[Any]:
 
 
 def _with_group(transport: Transport, store: str, fn: Any, *args: Any) -> Any:
-    distributed.init_process_group(
-        "gloo",
-        store=distributed.FileStore(store, transport.world_size),
-        rank=transport.rank,
-        world_size=transport.world_size,
-        timeout=datetime.timedelta(seconds=SECONDS),
-    )
-    try:
+    with torch_group(transport, store):
         return fn(transport, *args)
-    finally:
-        distributed.destroy_process_group()
 
 
 # Beside torch's wrapper

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 
 from ddp.models import all_equal, backward, errors_on, fill, number, on_ranks, values, weight, weights_of
@@ -21,7 +20,7 @@ from murmura import (
     UsageError,
     run_world,
 )
-from worlds import SECONDS
+from worlds import SECONDS, torch_group
 
 DATA = [[1.0], [3.0, 5.0, 6.0], [8.0, 7.0]]
 
@@ -194,10 +193,7 @@ def test_blocks_and_loops_do_not_nest() -> None:
 
 def join_by_torch(transport: Transport, store: str) -> tuple[list[Tensor], bool, list[str]]:
     """torch's generic Join, and after that our own block, on the same model; with an optimizer of torch's beside it."""
-    distributed.init_process_group(
-        "gloo", store=distributed.FileStore(store, 2), rank=transport.rank, world_size=2, timeout=timedelta(seconds=30)
-    )
-    try:
+    with torch_group(transport, store):
         from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported
 
         ddp = DDP(fill(nn.Linear(3, 2).double()), transport)
@@ -226,8 +222,6 @@ def join_by_torch(transport: Transport, store: str) -> tuple[list[Tensor], bool,
         except RuntimeError as error:
             errors.append(str(error))
         return seen, isinstance(ddp, Joinable), errors
-    finally:
-        distributed.destroy_process_group()
 
 
 def test_torchs_generic_join_takes_the_model(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from murmura import (
     DDP,
     Algorithm,
     ByteGradAlgorithm,
+    Cast,
     Checkpointer,
     DecentralizedAlgorithm,
     DiLoCoAlgorithm,
@@ -167,6 +168,7 @@ class TwoHeads(nn.Module):
         DiLoCoAlgorithm(2, compressor=ErrorFeedback(MinMaxUInt8(block_size=1))),
         LowPrecisionDecentralizedAlgorithm(compressor=MinMaxUInt8(block_size=1)),
         ByteGradAlgorithm(compressor=ErrorFeedback(MinMaxUInt8(block_size=1))),
+        ByteGradAlgorithm(compressor=ErrorFeedback(Cast(torch.bfloat16))),  # which leaves something over
     ],
 )
 def test_thawing_leaves_the_state_of_other_parameters(algorithm: Algorithm) -> None:

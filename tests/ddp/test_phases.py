@@ -13,12 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp.models import all_equal, backward, fill, number, on_ranks, values, weight, weights_of
+from ddp.models import WEIGHT_ALGORITHMS, all_equal, backward, fill, number, on_ranks, values, weight, weights_of
 from murmura import (
     DDP,
-    AsyncModelAverageAlgorithm,
     DecentralizedAlgorithm,
-    DiLoCoAlgorithm,
     GradientAllReduceAlgorithm,
     InProcessTransport,
     LocalSGDAlgorithm,
@@ -28,15 +26,6 @@ from murmura import (
     UsageError,
 )
 from murmura.ddp.round import TRANSITIONS, Event, Phase, Round
-
-WEIGHTS = {
-    "decentralized": "decentralized",
-    "shift_one": "shift_one",
-    "local_sgd": LocalSGDAlgorithm(1),
-    "diloco": DiLoCoAlgorithm(1),
-    "low_precision": "low_precision_decentralized",
-    "async": AsyncModelAverageAlgorithm(sync_interval_rounds=1),
-}
 
 
 def test_every_event_that_a_user_causes_is_decided_in_every_phase() -> None:
@@ -120,11 +109,11 @@ def test_the_last_forward_of_the_root_decides_as_in_torch(
 
 
 @pytest.mark.parametrize("loop", ["retain_graph", "forwards, then backwards", "closure"])
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", WEIGHT_ALGORITHMS)
 def test_nothing_is_written_between_backwards_on_live_graphs(name: str, loop: str) -> None:
     def run(transport: Transport) -> Tensor:
         with closing(
-            DDP(fill(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))), transport, algorithm=WEIGHTS[name])
+            DDP(fill(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))), transport, algorithm=WEIGHT_ALGORITHMS[name])
         ) as ddp:
             optimizer = torch.optim.SGD(ddp.module.parameters(), lr=0.01)
 

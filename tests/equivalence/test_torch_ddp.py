@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp.models import all_equal, weights_of
 from equivalence.cases import MODELS, OPTIMIZERS, Case, loss_of
 from murmura import DDP, Transport, run_world
-from worlds import SECONDS
+from worlds import SECONDS, torch_group
 
 
 def train_both(transport: Transport, cases: Sequence[Case], store: str) -> list[tuple[list[float], Tensor]]:
     """By case, the largest difference of any weight after each step, and the last weights."""
-    distributed.init_process_group(
-        "gloo",
-        store=distributed.FileStore(store, transport.world_size),
-        rank=transport.rank,
-        world_size=transport.world_size,
-        timeout=datetime.timedelta(seconds=SECONDS),
-    )
-    try:
+    with torch_group(transport, store):
         return [train_case(transport, case) for case in cases]
-    finally:
-        distributed.destroy_process_group()
 
 
 def train_case(transport: Transport, case: Case) -> tuple[list[float], Tensor]:

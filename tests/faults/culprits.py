@@ -1,6 +1,7 @@
 """A run of all-reduces, and what a rank, the culprit, may do instead of the next one."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -10,6 +11,18 @@ from scenario import Stage
 SMALL, LARGE = 1024, 2**20  # elements of float32: 4 KiB and 4 MiB
 PAYLOADS = ("prepared", "allocated", "staged")
 MANY = 1_000_000  # operations: more than any scenario lasts
+
+
+def fail_by(fault: str) -> None:
+    """Raise, end or signal this rank, as `fault` names it; do nothing for any other name."""
+    if fault == "raise":
+        raise ValueError("the loader broke")
+    if fault == "sys.exit":
+        sys.exit(7)
+    if fault == "os._exit":
+        os._exit(7)
+    if fault.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, fault))
 
 
 class Speechless(Exception):

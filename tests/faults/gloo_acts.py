@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 from acts import Run
+from culprits import fail_by
 from scenario import NUM_HEALTHY, Act, Actor, Stage, World, play
 
 from murmura import ProcessGroupTransport, Transport, run_world
@@ -85,16 +85,9 @@ def fail_as(transport: Transport, fault: str, check: str) -> None:
         transport.all_reduce(tensor.fill_(1.0))
         assert torch.equal(tensor, torch.full((NUMEL,), 3.0))
     if transport.rank == 1:
-        if fault == "raise":
-            raise ValueError("the loader broke")
         if fault == "return":
             return
-        if fault == "sys.exit":
-            sys.exit(7)
-        if fault == "os._exit":
-            os._exit(7)
-        if fault.startswith("SIG"):
-            os.kill(os.getpid(), getattr(signal, fault))
+        fail_by(fault)
         if fault == "barrier":
             transport.barrier()
         if fault == "broadcast":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from culprits import fail_by
 from expect import PROMPT_SECONDS
 from traces import is_gone, state_of
 
@@ -26,16 +27,9 @@ def fail_as(transport, folder, fault):
     for _ in range(3):
         transport.all_reduce(torch.ones(1024))
     if transport.rank == 1:
-        if fault == "raise":
-            raise ValueError("the loader broke")
         if fault == "return":
             return
-        if fault == "sys.exit":
-            sys.exit(7)
-        if fault == "os._exit":
-            os._exit(7)
-        if fault.startswith("SIG"):
-            os.kill(os.getpid(), getattr(signal, fault))
+        fail_by(fault)
         if fault == "barrier":
             transport.barrier()
     transport.all_reduce(torch.ones(1024))

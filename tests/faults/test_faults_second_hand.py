@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gloo_acts import GlooWorld
-from scenario import Stage
+from scenario import Stage, World
 from traces import await_state
 
 from murmura import CheckpointError, HierarchicalTransport, InProcessTransport, PeerLost, PeerTimeout
@@ -132,6 +132,30 @@ def test_of_several_that_do_not_answer_the_one_that_is_stopped_is_at_fault(tmp_p
         for child in children:
             child.kill()
             child.communicate()
+
+
+def wait_in_a_chain(stage: Stage) -> None:
+    """Rank 0 waits for rank 1, which waits for rank 2, which is busy with something else."""
+    if stage.rank == 2:
+        stage.hear()
+        return
+    if stage.rank == 0:
+        stage.hear()
+        stage.transport.recv(torch.zeros(1), 1, timeout=1.0)
+    else:
+        stage.tell("waits")
+        stage.transport.recv(torch.zeros(1), 2)
+
+
+def test_whoever_waits_for_a_rank_that_waits_itself_names_the_last_of_them():
+    with World("processes", 3, wait_in_a_chain) as world:
+        world.await_word("waits", 1)
+        await_state(world.actors[1].pid, "S")
+        world.actors[0].say("go on")
+        (report,) = world.reports(0)
+        assert (report.kind, report.rank, report.peer) == ("PeerTimeout", 0, 2), report
+        world.actors[2].say("go on")
+        world.reports()
 
 
 def test_what_is_said_between_two_looks_comes_before_the_end_of_who_said_it():

@@ -118,6 +118,7 @@ def refusals(folder: Path) -> list[str]:
     task = Task()
     found = accelerator(murmura.DiLoCoAlgorithm(2), task, kwargs_handlers=[DistributedDataParallelKwargs(dim=1)])
     refused(lambda: Accelerator(algorithm="diloco", fsdp_plugin=FullyShardedDataParallelPlugin()))
+    refused(lambda: accelerator(ADASUM, task))
     refused(lambda: found.prepare(murmura.DDP(model(task))))
     refused(lambda: found.prepare(model(task)))
     found = accelerator(murmura.GradientAllReduceAlgorithm(), task)
@@ -178,7 +179,6 @@ def two_models(algorithm: Algorithm, folder: Path) -> list[bool]:
             each.step()
             each.zero_grad()
         found.save_state()
-        found.wait_for_everyone()  # before the next one removes it
     before = [weights(first), weights(second)]
     states = [each.state_dict()["state"][0]["exp_avg"].clone() for each in steps]
     for module in (first, second):
@@ -198,3 +198,4 @@ def two_models(algorithm: Algorithm, folder: Path) -> list[bool]:
 
 
 ALL_REDUCE: Any = "gradient_allreduce"
+ADASUM: Any = "adasum"

@@ -10,7 +10,7 @@ from integrations import lightning_task as loops
 from integrations.ranks import run
 
 ALGORITHMS = ("gradient_allreduce", "low_precision_decentralized", "diloco")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -11,7 +11,7 @@ ALGORITHMS = ("gradient_allreduce", "low_precision_decentralized", "diloco")
 EQUAL = ("gradient_allreduce",)  # those that keep the replicas equal to the bit
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_fit_gives_the_weights_of_the_plain_loop(name: str, world_size: int) -> None:
@@ -28,14 +28,14 @@ def test_a_fit_gives_the_weights_of_the_plain_loop(name: str, world_size: int) -
             assert all(loops.distance(owns[0], each) > 0 for each in owns[1:]), case
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_gradient_allreduce_gives_the_weights_of_lightnings_own_strategy() -> None:
     for rank in run("lightning_programs:against_lightnings_own", 2):
         for case, (theirs, ours) in rank.items():
             assert loops.distance(theirs, ours) <= 1e-6, case
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_manual_optimization_with_two_optimizers_gives_the_weights_of_the_plain_loop(name: str) -> None:
     for plain, own in run("lightning_features:manual", 2, name):

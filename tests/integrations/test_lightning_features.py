@@ -9,7 +9,7 @@ import pytest
 from integrations import lightning_task as loops
 from integrations.ranks import run
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_what_cannot_work_is_refused_with_what_to_do() -> None:

@@ -8,11 +8,12 @@ import sys
 import pytest
 
 FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "transformers", "ray", "torchmetrics", "datasets")
+pytestmark = pytest.mark.timeout(900)
 CPU_SECONDS = "import time; import {}; print(time.process_time())"
 
 
 def python(script: str) -> str:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -31,5 +32,5 @@ def test_importing_murmura_takes_hardly_longer_than_torch() -> None:
 def test_without_lightning_the_error_tells_what_to_install() -> None:
     """Runs in `make test-integrations` too: there the import is blocked."""
     script = "import sys\nsys.modules['lightning'] = None\nimport murmura.integrations.lightning"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert "pip install 'murmura[lightning]'" in done.stderr

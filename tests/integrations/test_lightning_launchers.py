@@ -13,7 +13,7 @@ import torch
 
 SCRIPT = str(Path(__file__).parent / "lightning_script.py")
 NOT_PASSED_ON = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def start(*command: str, **variables: str) -> subprocess.Popen[str]:
@@ -25,7 +25,7 @@ def start(*command: str, **variables: str) -> subprocess.Popen[str]:
 def check(folder: Path, *processes: subprocess.Popen[str]) -> None:
     """All end well, and the two ranks hold the same weights, which are the mean of their replicas."""
     for process in processes:
-        output, _ = process.communicate(timeout=200)
+        output, _ = process.communicate(timeout=600)
         assert process.returncode == 0, output[-5000:]
     ranks = [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
     assert [(each["world"], each["steps"]) for each in ranks] == [(2, 5)] * 2

@@ -13,7 +13,7 @@ from integrations.ranks import run
 
 ALGORITHMS = ("gradient_allreduce", "low_precision_decentralized", "diloco")
 DIFFERENT = ("low_precision_decentralized", "diloco")  # those whose replicas differ
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def all_equal(replicas: list[loops.Weights]) -> bool:

@@ -91,9 +91,9 @@ def start_with_variables_alone(hosts: Hosts, folder: Path) -> None:
 @pytest.mark.parametrize(
     "start",
     [
-        pytest.param(start_with_murmura_run, id="murmura run"),
+        pytest.param(start_with_murmura_run, id="murmura run", marks=pytest.mark.slow),
         pytest.param(start_with_torchrun, id="torchrun", marks=pytest.mark.slow),
-        pytest.param(start_with_variables_alone, id="variables", marks=pytest.mark.slow),
+        pytest.param(start_with_variables_alone, id="variables"),  # which starts the fewest processes,
     ],
 )
 def test_two_hosts_of_two_ranks_train_as_one_host_of_four(

@@ -86,7 +86,7 @@ def test_a_failure_is_shown_last_and_its_status_is_that_of_the_command(
     assert how != "raise" or said[-1].endswith("\nValueError: no good")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_signal_is_passed_on_and_no_rank_is_left(tmp_path: Path, number: signal.Signals) -> None:
     line = [*COMMAND, "-n", "2", write(tmp_path, STAY)]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:

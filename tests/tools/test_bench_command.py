@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from forked import module, run_forked
 from murmura import ConfigError, MurmuraError, __version__, run_world
 from murmura.tools.bench import mpiexec
 from murmura.tools.bench.all_reduce import AllReduceReport, AllReduceSpec, report_of
@@ -127,7 +128,7 @@ def test_help_teaches() -> None:
 
 
 def test_the_version_is_told() -> None:
-    done = subprocess.run([sys.executable, "-m", "murmura", "--version"], capture_output=True, text=True, check=True)
+    done = run_forked(module, ["murmura", "--version"])
     assert done.stdout == f"murmura {__version__}\n"
     assert CliRunner().invoke(installed_command(), ["--version"]).stdout == done.stdout
 

@@ -21,7 +21,7 @@ except ImportError as error:
         f"murmura.integrations.accelerate needs Accelerate: pip install 'murmura[accelerate]' ({error})"
     ) from error
 
-from murmura.algorithms import Algorithm
+from murmura.algorithms import Algorithm, algorithm_named
 from murmura.config import DistributedConfig
 from murmura.ddp import DDP
 from murmura.errors import ConfigError, UsageError
@@ -71,7 +71,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         return found
 
     def _begin(self, algorithm: Algorithm | str | None) -> None:
-        self._algorithm = algorithm
+        self._algorithm = algorithm_named(algorithm) if isinstance(algorithm, str) else algorithm
         self._ddps: list[DDP] = []
         self._averaged = contextlib.ExitStack()
         self._folder = ""
@@ -139,9 +139,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             return copied(super().get_state_dict(model, unwrap))
 
     def save_state(self, *args: Any, **options: Any) -> Any:
-        """As Accelerate's, with the mean of the replicas and every rank's own state. Collective."""
+        """As Accelerate's, with the mean of the replicas and every rank's own state. Collective.
+
+        It returns when all ranks have written their files.
+        """
         with contextlib.ExitStack() as self._averaged:
-            return super().save_state(*args, **options)
+            location = super().save_state(*args, **options)
+        self.wait_for_everyone()
+        return location
 
     def load_state(self, *args: Any, **options: Any) -> None:
         """As Accelerate's; each rank goes on from its own state if there is one. Collective."""

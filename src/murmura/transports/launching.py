@@ -22,7 +22,7 @@ from torch import Tensor
 from murmura.errors import PeerLost, TransportError
 from murmura.transports import group_messages, profiling
 from murmura.transports.base import Transport
-from murmura.transports.checks import describe_call
+from murmura.transports.checks import Tensors, describe_call
 from murmura.transports.cuda_launches import LEFT_SECONDS, CudaLaunches, Launch
 from murmura.transports.profiling import is_profiled
 from murmura.transports.serial_executor import Ticket
@@ -60,12 +60,7 @@ class LaunchingTransport(Transport):
         """End what waits in a group of our own; a group that was handed over may be in use elsewhere."""
 
     def run_operation(
-        self,
-        name: str,
-        work: Callable[[], Any],
-        async_op: bool,
-        sent: Sequence[Tensor] = (),
-        received: Sequence[Tensor] = (),
+        self, name: str, work: Callable[[], Any], async_op: bool, sent: Tensors = (), received: Tensors = ()
     ) -> Any:
         if self.launches is None:
             return super().run_operation(name, work, async_op, sent, received)

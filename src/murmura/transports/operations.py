@@ -6,6 +6,7 @@ can do better overrides one of the last group, and a decorator hands each `do_` 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ class Operations(Endpoint):
 
     device: torch.device | None = None
 
+    @abstractmethod
     def exchange(self, sends: Pairs, recvs: Pairs, *, timeout: float | None = None) -> None:
         """See `Transport`, which defines it."""
-        raise NotImplementedError
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Any:
         """See `Transport`, which defines it."""

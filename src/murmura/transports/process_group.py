@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from murmura.collectives import ring
 from murmura.collectives.deadline import Deadline
 from murmura.collectives.reduction import BITWISE
 from murmura.errors import ConfigError, PeerTimeout, RendezvousError, TransportError, UsageError
@@ -237,12 +236,12 @@ class ProcessGroupTransport(LaunchingTransport):
     def all_reduce_flat(
         self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None
     ) -> None:
+        if flat_out.dtype not in group_messages.NATIVE_DTYPES or (self._on_cuda and op in BITWISE):
+            super().all_reduce_flat(flat_in, flat_out, op, call, timeout)
+            return
         self.compare_calls(call, timeout)
         if flat_out is not flat_in:
             flat_out.copy_(flat_in)
-        if flat_out.dtype not in group_messages.NATIVE_DTYPES or (self._on_cuda and op in BITWISE):
-            ring.all_reduce(self, flat_out, op, timeout=self.seconds(timeout))
-            return
         # The sum may exceed the range of float16 where the mean does not.
         total = flat_out.float() if op is ReduceOp.MEAN and flat_out.dtype is torch.float16 else flat_out
         options = dist.AllreduceOptions()

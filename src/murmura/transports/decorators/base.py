@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -29,6 +30,7 @@ class TransportWrapper(Transport):
             world_ranks=transport.world_ranks,
         )
         self.inner = transport
+        self._ended = threading.Event()  # set by abort and close, for what waits in a wrapper
         self._listeners = transport._listeners
 
     def without_listeners(self) -> Self:
@@ -60,9 +62,11 @@ class TransportWrapper(Transport):
         self.inner.observe_waiting(probe)
 
     def on_abort(self, error: BaseException) -> None:
+        self._ended.set()
         self.inner.abort(error)
 
     def on_close(self) -> None:
+        self._ended.set()
         self.inner.close()
 
     def has_spare_core(self) -> bool:

@@ -55,19 +55,10 @@ class FaultyTransport(TransportDecorator):
         self._operation_asked = operation
         self._struck = threading.Event()  # one for all channels split off
         self._name, self._countdown = parts[1], int(parts[2] or 1)
-        self._released = threading.Event()
 
     @property
     def fired(self) -> bool:
         return self._struck.is_set()
-
-    def on_abort(self, error: BaseException) -> None:
-        self._released.set()
-        super().on_abort(error)
-
-    def on_close(self) -> None:
-        self._released.set()
-        super().on_close()
 
     def around(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any]) -> Any:
         if self._is_target and name == self._name and not self.fired:
@@ -81,7 +72,7 @@ class FaultyTransport(TransportDecorator):
         if self.fault is Fault.KILL:
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.fault is Fault.HANG:
-            self._released.wait()
+            self._ended.wait()
             raise TransportClosed(
                 f"rank {self.reporter.own} hung in {self.operation}, as asked, until it was closed.",
                 rank=self.reporter.own,

@@ -62,7 +62,6 @@ class ThrottledTransport(TransportWrapper):
         self.sent_bytes = 0
         self._bandwidth, self._latency = bandwidth, latency
         self._link = _Link()
-        self._ended = threading.Event()
 
     def do_exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
         sent = sum(tensor.nbytes for tensor, _ in sends)
@@ -78,14 +77,6 @@ class ThrottledTransport(TransportWrapper):
         throttled = type(self)(split, self._bandwidth, self._latency)
         throttled._link = self._link  # a rank has one link, however many channels use it
         return throttled
-
-    def on_abort(self, error: BaseException) -> None:
-        self._ended.set()
-        super().on_abort(error)
-
-    def on_close(self) -> None:
-        self._ended.set()
-        super().on_close()
 
     def compare_calls(self, call: str, timeout: float | None) -> None:
         # Comparing calls is the business of the transport inside, and costs nothing on the link.
