@@ -238,7 +238,7 @@ def hold_nothing(transport: Transport) -> None:
             messages.isend(out, 1, 0).wait()
         transport.barrier()
         until = time.monotonic() + 20
-        while messages._streams.in_flight() > 1:
+        while messages._streams.in_flight(sends=True) > 1:
             assert time.monotonic() < until
             time.sleep(0.001)
     else:
@@ -248,11 +248,30 @@ def hold_nothing(transport: Transport) -> None:
     transport.barrier()
     if transport.rank == 1:
         messages.irecv(out, 0, 7).wait()
-    messages.close()  # by rank 0 while the last message may still be on its way
+    transport.barrier()
+    messages.close()
 
 
 def test_a_group_holds_no_message_that_was_received() -> None:
     FAST_GLOO[0].values[0].run(hold_nothing, 2)
+
+
+def send_and_leave(transport: Transport) -> None:
+    messages, out = transport.tagged_messages(), torch.zeros(1000)
+    if transport.rank == 0:
+        messages.isend(torch.ones(1000), 1, 7).wait()
+        transport.barrier()
+    else:
+        transport.barrier()
+        time.sleep(0.3)  # while the other closes, and would be gone
+        messages.irecv(out, 0, 7).wait()
+        assert out.sum() == 1000
+    messages.close()
+
+
+@pytest.mark.parametrize("world", [*HAVE_THEM, *FAST_GLOO])
+def test_what_was_sent_can_be_received_from_a_rank_that_closes(world: World) -> None:
+    world.run(send_and_leave, 2)
 
 
 def to_itself(transport: Transport) -> None:

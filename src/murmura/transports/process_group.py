@@ -215,7 +215,7 @@ class ProcessGroupTransport(LaunchingTransport):
     def on_close(self) -> None:
         if self._failure_log is not None and self.failure is None:
             self._failure_log.announce_exit(self.exit_notice())
-        if not self._executor.idle or (self.streams is not None and self.streams.in_flight()):
+        if not self._executor.idle or (self.streams is not None and self.streams.in_flight(sends=False)):
             self._break_off()  # what still waits in the communication thread, or for a message, will wait no more
         if self.launches is not None:
             self.launches.drain()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FOREVER = timedelta(days=1000)  # for a thread, which ends with the connections
 IDLE_SECONDS = 0.2  # after which a thread without messages ends
 TURN_SECONDS = 0.1  # between two looks of a program that waits at whether the channel still stands
-LINGER_SECONDS = 2.0  # for peers to receive what was sent before this rank leaves
+LINGER_SECONDS = 2.0  # for peers to receive what was sent before this rank leaves, and perhaps its process ends
 
 
 @dataclass
@@ -71,10 +71,10 @@ class Streams:
         queue.append(posted)
         self.changed.notify_all()
 
-    def in_flight(self, *, only_sends: bool = False) -> int:
-        """How many have not ended."""
+    def in_flight(self, *, sends: bool) -> int:
+        """How many sends, or else receives, have not ended."""
         with self.changed:
-            return sum(len(queue) for stream, queue in self._posted.items() if stream.sends or not only_sends)
+            return sum(len(queue) for stream, queue in self._posted.items() if stream.sends == sends)
 
     def _serve(self, stream: _Stream, queue: deque[_Posted]) -> None:
         while True:
@@ -161,7 +161,7 @@ class ProcessGroupMessages(TaggedMessages):
             return
         with self._changed:
             if not self.channel.failed:
-                self._changed.wait_for(lambda: not self._streams.in_flight(only_sends=True), LINGER_SECONDS)
+                self._changed.wait_for(lambda: not self._streams.in_flight(sends=True), LINGER_SECONDS)
         self.channel.close()
         with self._changed:
             self._streams.closed = True
