@@ -22,16 +22,16 @@ def event(name: str) -> contextlib.AbstractContextManager[Any]:
     return record_function(f"murmura:{name}")
 
 
-def until_done(name: str, work: Callable[[], Any]) -> Callable[[], Any]:
+def until_done(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
     """Open an event now; return `work`, which ends the event when it has run, in whatever thread."""
     opened = record_function(f"murmura:{name}")
     opened.__enter__()  # type: ignore[no-untyped-call]
     ended: torch.futures.Future[None] = torch.futures.Future()
     opened._call_end_callbacks_on_future(ended)
 
-    def run() -> Any:
+    def run(*args: Any) -> Any:
         try:
-            return work()
+            return work(*args)
         finally:
             ended.set_result(None)
 

@@ -59,7 +59,7 @@ class MurmuraProcessGroup(GroupIdentity):
                     return SYNCHRONOUS
             elif limit is None:
                 return self._queue.submit(
-                    QueuedWork(self._queue, self._repeat(prepared, tensor, opts), tensors, None, "all_reduce")
+                    QueuedWork(self._queue, self._repeat(prepared, tensor, opts), tensors, "all_reduce")
                 )
         return self._start("all_reduce", self._all_reduce(tensor, opts), tensors, tensors, opts)
 
@@ -341,16 +341,18 @@ class MurmuraProcessGroup(GroupIdentity):
         if self._listeners.members:
             self._listeners.notify()
         end = self._event(name, inputs)
-        if getattr(opts, "asyncOp", True) is False:
-            try:
+        try:
+            if getattr(opts, "asyncOp", True) is False:
                 self._queue.run(operation, limit)
-            finally:
-                if end is not None:
-                    end()
-            return FinishedWork(outputs)
+                return FinishedWork(outputs)
+            if end is not None:
+                operation = profiling.until_done(name, operation)
+        finally:
+            if end is not None:
+                end()
         if limit is not None:
             operation = _limited(operation, limit)
-        work = QueuedWork(self._queue, operation, outputs, end, name)
+        work = QueuedWork(self._queue, operation, outputs, name)
         num_bytes = sum(tensor.nbytes for tensor in inputs if tensor.layout is torch.strided)
         return self._queue.submit(work, urgent=num_bytes > LAZY_BYTES)
 

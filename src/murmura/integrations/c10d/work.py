@@ -121,15 +121,13 @@ class QueuedWork(_EndedWork):
         queue: OperationQueue,
         operation: Operation,
         outputs: Sequence[Tensor],
-        finish: Callable[[], None] | None = None,
         name: str = "an operation",
     ) -> None:
-        """`finish` is called once, at the end of ``wait``; errors tell the `name`."""
+        """Errors tell the `name`."""
         Work.__init__(self)
         self._queue = queue
         self._operation: Operation | None = operation
         self.outputs = outputs
-        self._finish = finish
         self.name = name
 
     def perform(self) -> None:
@@ -151,9 +149,6 @@ class QueuedWork(_EndedWork):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if not self.ended:
             self._queue.complete(self, seconds_of(timeout))
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
         if self.error is not None:
             raise self.error
         return True
