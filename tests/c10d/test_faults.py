@@ -58,6 +58,8 @@ def call(way: str, length: int, state: dict[str, Any]) -> None:
                     dist.send(tensor, peer)
         else:
             dist.recv(tensor, CULPRIT)
+    elif way == "new_group":
+        dist.new_group()
     elif way == "ddp":
         module = state.setdefault("module", nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))
         module(torch.ones(2, 4)).sum().backward()
@@ -149,7 +151,7 @@ LARGE = 2 * 10**6  # elements, of which peers read tensors where they lie if the
 @pytest.mark.parametrize(
     ("way", "length"),
     [
-        *[("sync", 3), ("sync", 10**6), ("async", 3), ("future", 10**6), ("gather", 3), ("recv", 3)],
+        *[("sync", 3), ("sync", 10**6), ("async", 3), ("future", 10**6), ("gather", 3), ("recv", 3), ("new_group", 0)],
         *[
             pytest.param(way, length, marks=pytest.mark.slow)
             for way, length in [

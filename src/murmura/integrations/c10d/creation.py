@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from murmura.errors import ConfigError
+from murmura.errors import ConfigError, TransportError
+from murmura.integrations.c10d.errors import as_torch_error
 from murmura.integrations.c10d.groups import open_channel
 from murmura.integrations.c10d.process_group import MurmuraProcessGroup
 from murmura.integrations.c10d.work import seconds_of
@@ -45,7 +46,11 @@ def make_group(
     """Meet the other ranks at `store`. `other_devices` says which backend serves which other device."""
     seconds = seconds_of(timeout) or DEFAULT_TIMEOUT.total_seconds()
     others = _make_others(other_devices or {}, store, rank, world_size, timeout, ranks or [])
-    channel = open_channel(store, rank, world_size, seconds, ranks or [])
+    try:
+        channel = open_channel(store, rank, world_size, seconds, ranks or [])
+    except TransportError as error:
+        as_torch_error(error)
+        raise
     return MurmuraProcessGroup(channel, store, timeout, others=others)
 
 
