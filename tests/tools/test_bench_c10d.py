@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from murmura import ConfigError
-from murmura.tools.bench import c10d
+from murmura import ConfigError, Transport, run_world
+from murmura.tools.bench import c10d, c10d_contestants
 from murmura.tools.bench.c10d import C10dSpec, Stage, run_c10d
 from murmura.tools.bench.c10d_contestants import OPERATIONS
 from murmura.tools.cli import bench
@@ -25,11 +26,39 @@ def test_every_call_is_measured_and_told(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "reduce_scatter_tensor, 4 KiB" in result.stdout
     told = json.loads(target.read_text())
     found = {(row["operation"], row["contestant"]) for row in told["rows"]}
-    names = ("murmura", "murmura allocated", "gloo")
+    names = ("murmura", "murmura new tensors", "murmura allocated", "gloo")
     assert found == {(operation, name) for operation in OPERATIONS for name in names}
     for row in told["rows"]:
         assert row["microseconds"] > 0
         assert (row["ratio"] is None) == (row["contestant"] == "gloo")
+
+
+def addresses(transport: Transport) -> dict[str, list[int]]:
+    """Where the tensors of each contestant's all-reduces lie, over some batches."""
+    seen: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(c10d_contestants.dist, "all_reduce", lambda tensor, group: seen.append(tensor.data_ptr()))
+        patch.setattr(c10d_contestants, "_check", lambda *args: None)
+        contestants = c10d_contestants.prepare_calls(transport, {"gloo": None, "murmura": Group()}, "all_reduce", 4096)
+        told = {}
+        for each in contestants:
+            each.batch = 3
+            seen.clear()
+            for number in range(100):
+                each.run_batch(number)
+            told[each.name] = list(seen)
+    return told
+
+
+class Group:
+    def allocate_tensor(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(length, dtype=dtype)
+
+
+def test_new_tensors_are_new_in_each_batch() -> None:
+    (told,) = run_world(addresses, 1)
+    assert len(told["murmura new tensors"]) == len(set(told["murmura new tensors"])) == 300
+    assert len(set(told["murmura"])) < 100
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from murmura.tools.bench.c10d_contestants import (
     BARE,
     GLOO,
     MURMURA,
+    NEW,
     OPERATIONS,
     prepare_calls,
     prepare_steps,
@@ -159,7 +160,7 @@ def _rows(stage: Stage, samples: Sequence[Sample]) -> list[Row]:
             quartiles=each.quartiles(1e6),
             rounds=each.rounds,
             batch=each.batch,
-            ratio=gloo.seconds / each.seconds if each.contestant in (MURMURA, ALLOCATED, BARE) else None,
+            ratio=gloo.seconds / each.seconds if each.contestant in (MURMURA, NEW, ALLOCATED, BARE) else None,
         )
         for each in samples
     ]

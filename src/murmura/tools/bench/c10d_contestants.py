@@ -6,6 +6,7 @@ Buffers take turns, and are written by their owner before each batch; only the c
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import time
 import warnings
@@ -22,30 +23,37 @@ from murmura.tools.bench.harness import Contestant, slowest
 from murmura.tools.bench.models import MLP
 from murmura.tools.bench.steps import Method, TrainingStep, Wrapped, bare, prepare
 
-MURMURA, ALLOCATED, GLOO, BARE = "murmura", "murmura allocated", "gloo", "bare"
+MURMURA, NEW, ALLOCATED, GLOO, BARE = "murmura", "murmura new tensors", "murmura allocated", "gloo", "bare"
 OPERATIONS = ("all_reduce", "all_reduce async", "all_gather_into_tensor", "reduce_scatter_tensor")
 BATCH_SECONDS = 0.02
 TRIALS = 4
+NUM_PLACES, PLACE_ELEMENTS = 4096, 16  # where in their memory new tensors can begin: at every 64 bytes, as torch's do
 Groups = dict[str, Any]
+Bound = tuple[Sequence[Callable[[], Any]], Sequence[Tensor]]  # the calls, and the buffers that their owner writes
 
 
 def about(name: str) -> str:
     if name == GLOO:
         return f"the backend gloo of torch {torch.__version__}"
-    tensors = "tensors from allocate_tensor()" if name == ALLOCATED else "ordinary tensors"
-    return f"the backend murmura {__version__} on torch {torch.__version__}, {tensors}"
+    tensors = {
+        NEW: "ordinary tensors, in each batch others than before",
+        ALLOCATED: "tensors from allocate_tensor(), used again and again",
+    }
+    told = tensors.get(name, "ordinary tensors, used again and again")
+    return f"the backend murmura {__version__} on torch {torch.__version__}, {told}"
 
 
 class Calls(Contestant):
-    """One call of torch.distributed, each time on the next buffers; `buffers` are what its owner writes."""
+    """One call of torch.distributed, each time on the next buffers; `bind` makes them, anew for each batch of NEW."""
 
-    def __init__(
-        self, name: str, transport: Transport, calls: Sequence[Callable[[], Any]], buffers: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, name: str, transport: Transport, bind: Callable[[], Bound]) -> None:
         super().__init__(name, about(name))
-        self._transport, self._calls, self._buffers = transport, calls, buffers
+        self._transport, self._bind = transport, bind
+        self._calls, self._buffers = bind()
 
     def run_batch(self, number: int) -> list[float]:
+        if self.name == NEW:
+            self._calls, self._buffers = self._bind()
         picked = [(number * self.batch + step) % len(self._calls) for step in range(self.batch)]
         for index in picked:
             self._buffers[index].fill_(self._transport.rank + 1)
@@ -72,11 +80,11 @@ class Calls(Contestant):
 
 
 def prepare_calls(transport: Transport, groups: Groups, operation: str, size_bytes: int) -> list[Contestant]:
-    """Gloo, murmura, and murmura on memory of its own, warmed up and checked."""
+    """Gloo, murmura, murmura on tensors it has not seen and on memory of its own, warmed up and checked."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames its collectives
     numel, count = size_bytes // ELEMENT_BYTES, num_buffers(size_bytes)
     contestants: list[Contestant] = []
-    for name in (MURMURA, ALLOCATED, GLOO):
+    for name in (MURMURA, NEW, ALLOCATED, GLOO):
         group = groups[GLOO if name == GLOO else MURMURA]
 
         def make(length: int, group: Any = group, name: str = name) -> Tensor:
@@ -84,15 +92,37 @@ def prepare_calls(transport: Transport, groups: Groups, operation: str, size_byt
                 return torch.Tensor(group.allocate_tensor(length, dtype=torch.float32)).fill_(0)
             return torch.zeros(length)
 
-        wholes = [make(numel) for _ in range(count)]
-        parts = [make(numel // transport.world_size) for _ in range(count)]
-        calls = [_bind(operation, group, *each) for each in zip(wholes, parts, strict=True)]
-        written = parts if operation == "all_gather_into_tensor" else wholes
-        contestant = Calls(name, transport, calls, written)
-        _check(transport, operation, name, calls[0], wholes[0], parts[0])
+        lengths = numel, numel // transport.world_size
+        places = NUM_PLACES if name == NEW else 1
+        pool = [[make(length + (places - 1) * PLACE_ELEMENTS) for _ in range(count)] for length in lengths]
+        wholes, parts = _cut(pool, lengths, 0)
+        _check(transport, operation, name, _bind(operation, group, wholes[0], parts[0]), wholes[0], parts[0])
+        contestant = Calls(name, transport, _binder(operation, group, pool, lengths, places))
         contestant.warm_up(size_bytes)
         contestants.append(contestant)
     return contestants
+
+
+def _cut(pool: list[list[Tensor]], lengths: Sequence[int], place: int) -> list[list[Tensor]]:
+    start = place * PLACE_ELEMENTS
+    return [[each[start : start + length] for each in of_kind] for of_kind, length in zip(pool, lengths, strict=True)]
+
+
+def _binder(
+    operation: str, group: Any, pool: list[list[Tensor]], lengths: Sequence[int], places: int
+) -> Callable[[], Bound]:
+    """What binds calls to the tensors of a pool, each time at the next of the `places` where they can begin.
+
+    The backend knows a tensor by its address and length, and torch gives memory that was freed to the next tensor.
+    """
+    numbers = itertools.cycle(range(places))
+
+    def bind() -> Bound:
+        wholes, parts = _cut(pool, lengths, next(numbers))
+        calls = [_bind(operation, group, *each) for each in zip(wholes, parts, strict=True)]
+        return calls, parts if operation == "all_gather_into_tensor" else wholes
+
+    return bind
 
 
 def _bind(operation: str, group: Any, whole: Tensor, part: Tensor) -> Callable[[], Any]:

@@ -12,6 +12,7 @@ from murmura.tools.bench.all_reduce import AllReduceReport
 from murmura.tools.bench.c10d import C10dReport
 from murmura.tools.bench.c10d_contestants import ALLOCATED as GROUP_ALLOCATED
 from murmura.tools.bench.c10d_contestants import BARE as NO_GROUP
+from murmura.tools.bench.c10d_contestants import NEW
 from murmura.tools.bench.compressors import CompressorsReport
 from murmura.tools.bench.cuda_ddp import CudaDDPReport
 from murmura.tools.bench.ddp import BARE, DEFAULT_BUCKETS, HELD_BACK, MURMURA, NOT_OVERLAPPED, OVERLAPPED, TORCH_DDP
@@ -69,15 +70,16 @@ def all_reduce_table(report: AllReduceReport) -> Table:
 def c10d_table(report: C10dReport) -> Table:
     """One row per call and size, or step and batch: microseconds of all, and Gloo's time over murmura's."""
     machine = report.machine
-    names = [MURMURA, GROUP_ALLOCATED, "gloo", NO_GROUP]
+    names = [NEW, MURMURA, GROUP_ALLOCATED, "gloo", NO_GROUP]
     table = plain_table(
         f"torch.distributed, {report.spec.ranks} ranks on {machine.cores} cores ({machine.cpu})",
-        "medians of the slowest rank; ratios: ordinary / allocated tensors; load before: " + digits(report.load_before),
+        "medians of the slowest rank; ratios: new tensors / tensors used again / allocated ones; load before: "
+        + digits(report.load_before),
         ["what", *(f"{_title(name)}\nµs" for name in names), "x Gloo"],
     )
     for stage in report.spec.stages():
         rows = report.rows_of(stage)
-        told = [rows[name].ratio for name in (MURMURA, GROUP_ALLOCATED) if name in rows]
+        told = [rows[name].ratio for name in (NEW, MURMURA, GROUP_ALLOCATED) if name in rows]
         table.add_row(
             str(stage),
             *(digits(rows[name].microseconds) if name in rows else "-" for name in names),
