@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from c10d import grid
 from c10d.groups import run
@@ -25,3 +26,13 @@ def test_a_sample_gives_what_gloo_gives(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_everything_gives_what_gloo_gives(world_size: int) -> None:
     check(list(grid.all_cases()), world_size)
+
+
+def test_closeness_is_a_matter_of_units_in_the_last_place() -> None:
+    small = torch.full((3,), 2.0**-10, dtype=torch.bfloat16)
+    for units, close in ((4, True), (5, False)):
+        other = small * (1 + units * torch.finfo(torch.bfloat16).eps)
+        assert grid.is_close(small, other, small, 4) == close
+    assert not grid.is_exact(grid.Case("reduce", "SUM", torch.float32, (), False, "world"), 4)
+    assert grid.is_exact(grid.Case("reduce", "MAX", torch.float32, (), False, "world"), 4)
+    assert grid.is_exact(grid.Case("broadcast", "", torch.float16, (), False, "world"), 4)
