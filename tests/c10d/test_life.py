@@ -122,7 +122,10 @@ def test_groups_beside_gloo() -> None:
 def mixed() -> list[Any]:
     group: Any = dist.group.WORLD
     assert [device.type for device in group._device_types] == ["cpu", "cuda"]
-    assert group._get_backend(torch.device("cuda")).name() == "gloo"
+    other = group._get_backend(torch.device("cuda"))
+    assert other.name() == "gloo"
+    group.set_timeout(timedelta(seconds=17))
+    assert other.options._timeout == timedelta(seconds=17)
     return [total(), total(dist.new_group([0, 1]))]
 
 
@@ -131,13 +134,32 @@ def test_a_mixed_string_makes_the_groups_of_other_devices() -> None:
     assert run(mixed, 2, backend="cuda:gloo,cpu:murmura") == [[2.0, 2.0]] * 2
 
 
-def alone(backend: str) -> None:
-    dist.init_process_group(backend, init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+def alone(backend: str, **options: Any) -> None:
+    dist.init_process_group(backend, init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1, **options)
 
 
 def test_murmura_for_another_device_is_refused() -> None:
     with pytest.raises(ConfigError, match='two groups: new_group\\(backend="murmura"\\) and new_group'):
         alone("cuda:murmura,cpu:gloo")
+
+
+class FakeNCCL:
+    class Options:
+        is_high_priority_stream = False
+
+
+@pytest.mark.parametrize("given", [FakeNCCL.Options(), None])
+def test_nccl_gets_the_options_of_the_program(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNCCL, raising=False)
+    made = creation.nccl_options(given, timedelta(seconds=3), [4, 5])
+    assert made is given or given is None
+    assert (made._timeout, made.global_ranks_in_group) == (timedelta(seconds=3), [4, 5])
+
+
+@pytest.mark.parametrize("backend", ["murmura", "cpu:murmura,cuda:gloo"])
+def test_options_that_nobody_takes_are_refused(backend: str) -> None:
+    with pytest.raises(ConfigError, match=r"pg_options of type Options: .* ProcessGroupNCCL\.Options"):
+        alone(backend, pg_options=FakeNCCL.Options())
 
 
 def test_a_version_of_torch_that_nobody_tried_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:

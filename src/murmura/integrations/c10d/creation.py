@@ -14,6 +14,7 @@ import torch.distributed as dist
 from murmura.errors import ConfigError, TransportError
 from murmura.integrations.c10d.errors import as_torch_error
 from murmura.integrations.c10d.groups import open_channel
+from murmura.integrations.c10d.identity import GroupOptions
 from murmura.integrations.c10d.process_group import MurmuraProcessGroup
 from murmura.integrations.c10d.work import seconds_of
 
@@ -22,15 +23,23 @@ TRIED_VERSIONS = ((2, 11), (2, 13))  # of torch, with which its own tests were r
 
 
 def create(options: Any, backend_options: Any = None) -> MurmuraProcessGroup:
-    """What torch calls for `init_process_group` and `new_group`, on every member."""
+    """What torch calls for `init_process_group` and `new_group`, on every member, with their `pg_options`."""
     warn_of_untried_version()
+    other_devices = _other_devices()
+    if not (backend_options is None or isinstance(backend_options, GroupOptions) or "nccl" in other_devices.values()):
+        raise ConfigError(
+            f"the backend murmura takes no pg_options of type {type(backend_options).__name__}: it has none of its "
+            'own, and passes ProcessGroupNCCL.Options on to the group of a string such as "cpu:murmura,cuda:nccl". '
+            "Leave them out."
+        )
     return make_group(
         options.store,
         options.group_rank,
         options.group_size,
         options.timeout,
         ranks=list(options.global_ranks_in_group),
-        other_devices=_other_devices(),
+        other_devices=other_devices,
+        options=backend_options,
     )
 
 
@@ -42,10 +51,12 @@ def make_group(
     *,
     ranks: list[int] | None = None,
     other_devices: dict[str, str] | None = None,
+    options: Any = None,
 ) -> MurmuraProcessGroup:
-    """Meet the other ranks at `store`. `other_devices` says which backend serves which other device."""
+    """Meet the other ranks at `store`. `other_devices` says which backend serves which other device; `options` are
+    for NCCL among them."""
     seconds = seconds_of(timeout) or DEFAULT_TIMEOUT.total_seconds()
-    others = _make_others(other_devices or {}, store, rank, world_size, timeout, ranks or [])
+    others = _make_others(other_devices or {}, store, rank, world_size, timeout, ranks or [], options)
     try:
         channel = open_channel(store, rank, world_size, seconds, ranks or [])
     except TransportError as error:
@@ -88,7 +99,13 @@ def _other_devices() -> dict[str, str]:
 
 
 def _make_others(
-    by_device: dict[str, str], store: Any, rank: int, world_size: int, timeout: timedelta, ranks: list[int]
+    by_device: dict[str, str],
+    store: Any,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    ranks: list[int],
+    given: Any,
 ) -> Any:
     """A group of torch's own for the tensors of other devices; None if there are none."""
     if not by_device:
@@ -97,10 +114,7 @@ def _make_others(
     for device, backend in by_device.items():
         own_store = dist.PrefixStore(f"{device}/", store)  # type: ignore[attr-defined]
         if backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            options.global_ranks_in_group = ranks
-            made: Any = dist.ProcessGroupNCCL(own_store, rank, world_size, options)
+            made: Any = dist.ProcessGroupNCCL(own_store, rank, world_size, nccl_options(given, timeout, ranks))
             kind = dist.ProcessGroup.BackendType.NCCL
         elif backend == "gloo":
             made = dist.ProcessGroupGloo(own_store, rank, world_size, timeout=timeout)
@@ -114,3 +128,14 @@ def _make_others(
         group._register_backend(torch.device(device), kind, made)
         group._set_default_backend(kind)
     return group
+
+
+def nccl_options(given: Any, timeout: timedelta, ranks: list[int]) -> Any:
+    """The options of a group on NCCL: those that the program gave as `pg_options`, if any, for this group."""
+    if given is None or isinstance(given, GroupOptions):
+        given = dist.ProcessGroupNCCL.Options()
+    elif not isinstance(given, dist.ProcessGroupNCCL.Options):
+        raise ConfigError(f"pg_options of type {type(given).__name__} are not for NCCL: use ProcessGroupNCCL.Options.")
+    given._timeout = timeout
+    given.global_ranks_in_group = ranks
+    return given

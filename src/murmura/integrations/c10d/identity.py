@@ -164,6 +164,8 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
             raise UsageError(f"timeout={timeout} is not a time above 0: without a deadline a rank would wait for ever.")
         self.options._timeout = timeout
         self._channel.set_timeout(seconds)
+        for device in () if self._others is None else self._others._device_types:
+            self._others._get_backend(device)._set_default_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
