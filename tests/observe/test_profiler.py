@@ -38,13 +38,18 @@ def watched_step(transport: Transport) -> Any:
     return Counter(event.name for event in events), num_buckets, min(event.cpu_time_total for event in events)
 
 
-@pytest.mark.parametrize(("kind", "transport"), [("threads", None), ("processes", None), ("processes", "gloo")])
+@pytest.mark.parametrize(
+    ("kind", "transport"),
+    [("threads", None), ("processes", None), ("processes", "gloo"), ("processes", "hierarchical")],
+)
 def test_exchanges_show_in_torch_s_profiler(kind: Any, transport: str | None) -> None:
     (names, num_buckets, shortest), nothing = run_world(watched_step, 2, kind=kind, transport=transport, timeout=40.0)
     assert nothing is None
     assert num_buckets > 1
     assert names.pop("murmura:all_reduce") >= 3 + num_buckets  # a bucket, and perhaps what tells of unused parameters
-    assert names == {"murmura:all_gather": 1, "murmura:broadcast": 1, "murmura:barrier": 1}
+    once = Counter({"murmura:all_gather": 1, "murmura:broadcast": 1, "murmura:barrier": 1})
+    # What a hierarchical transport does inside a host and between hosts shows within its own events.
+    assert names == once or (transport == "hierarchical" and names >= once)
     assert shortest > 0
 
 
