@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from murmura import CollectiveMismatch, PeerLost, PeerTimeout
+from murmura.transports import rendezvous
 
 DEATH_SECONDS = 2.0
 STOP_SECONDS = 2.0  # the deadline of the group where a rank is stopped
@@ -78,7 +79,19 @@ def misbehave(fault: str) -> None:
         dist.broadcast(torch.ones(3), 0)
 
 
-def rank_main(rank: int, size: int, path: str, way: str, length: int, fault: str, timeout: float, reports: Any) -> None:
+def rank_main(
+    rank: int,
+    size: int,
+    path: str,
+    reports: Any,
+    hosts: Sequence[int] | None,
+    way: str,
+    length: int,
+    fault: str,
+    timeout: float,
+) -> None:
+    if hosts is not None:
+        rendezvous.host_identity = lambda: f"host {hosts[rank]}"
     torch.set_num_threads(1)
     import warnings
 
@@ -111,12 +124,15 @@ def rank_main(rank: int, size: int, path: str, way: str, length: int, fault: str
 
 
 @contextlib.contextmanager
-def world(size: int, *scenario: Any) -> Iterator[tuple[list[Any], Any]]:
+def world(size: int, *scenario: Any, hosts: Sequence[int] | None = None) -> Iterator[tuple[list[Any], Any]]:
+    """The processes of a scenario and what they report; `hosts` pretends that they are on several."""
     context = multiprocessing.get_context("forkserver")
     reports, theirs = context.Pipe(duplex=False)  # no semaphore, which would have a name
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=rank_main, args=(rank, size, f"{folder}/store", *scenario, theirs), daemon=True)
+            context.Process(
+                target=rank_main, args=(rank, size, f"{folder}/store", theirs, hosts, *scenario), daemon=True
+            )
             for rank in range(size)
         ]
         for process in processes:
@@ -182,6 +198,22 @@ def test_a_rank_killed_under_ddp_is_named() -> None:
         assert report.when - struck < DEATH_SECONDS
 
 
+ON_SEVERAL_HOSTS = [pytest.param(hosts, marks=pytest.mark.slow) for hosts in ([0, 0, 1], [0, 1, 1], [0, 1, 2])]
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("hosts", ON_SEVERAL_HOSTS)
+@pytest.mark.parametrize("way", ["sync", "async", "recv"])
+def test_a_stopped_rank_is_named_on_several_hosts(way: str, hosts: list[int]) -> None:
+    with world(3, way, 3, "stop", STOP_SECONDS, hosts=hosts) as (processes, reports):
+        struck, told = collect(reports, 2)
+        for report in told:
+            assert report.kind == "PeerTimeout", report
+            assert report.peer == CULPRIT
+            assert STOP_SECONDS * 0.9 < report.when - struck < STOP_SECONDS + 4.0
+        os.kill(processes[CULPRIT].pid, signal.SIGCONT)
+
+
 @pytest.mark.timed
 @pytest.mark.parametrize(
     ("way", "length"),
@@ -213,13 +245,17 @@ def test_a_rank_that_raises_and_leaves_is_named() -> None:
                 assert report.when - struck < DEATH_SECONDS
 
 
+@pytest.mark.parametrize(
+    "hosts", [None, *ON_SEVERAL_HOSTS[:2]]
+)  # where it has a peer on its host, which compares calls
 @pytest.mark.parametrize("fault", ["other shape", "other call"])
-def test_ranks_that_call_something_else_get_the_table(fault: str) -> None:
-    with world(3, "async", 3, fault, 30.0) as (_, reports):
+def test_ranks_that_call_something_else_get_the_table(fault: str, hosts: list[int] | None) -> None:
+    with world(3, "async", 3, fault, 30.0, hosts=hosts) as (_, reports):
         _, told = collect(reports, 3)
         for report in told:
             assert report.kind == "CollectiveMismatch", report
             assert report.is_torchs
-            assert "rank 0: all_reduce(sum) of float32[3]" in report.message
+            near = 2 if hosts == [0, 1, 1] else 0  # on its host
+            assert f"rank {near}: all_reduce(sum) of float32[3]" in report.message
             other = "all_reduce(sum) of float32[5]" if fault == "other shape" else "broadcast(src=0) of float32[3]"
             assert f"rank {CULPRIT}: {other}" in report.message
