@@ -215,26 +215,42 @@ def functional() -> list[Tensor]:
     ]
 
 
-def compiled() -> list[Tensor]:
+def compiled(compiler: str = "aot_eager") -> list[Tensor]:
     from torch.distributed import _functional_collectives as funcol
 
-    @torch.compile(backend="aot_eager", fullgraph=True)
+    @torch.compile(backend=compiler, fullgraph=True)
     def step(inputs: Tensor) -> Tensor:
         return funcol.all_reduce(inputs * 2, "sum", dist.group.WORLD) + 1
 
-    wrapped = torch.compile(DistributedDataParallel(model()), backend="aot_eager")
+    wrapped = torch.compile(DistributedDataParallel(model()), backend=compiler)
     train(wrapped, torch.optim.SGD(wrapped.parameters(), 0.1))
     return [step(torch.arange(5.0) + dist.get_rank()), *weights(wrapped)]
 
 
+def compiled_by_inductor() -> list[Tensor]:
+    return compiled("inductor")
+
+
 def pipeline() -> list[Tensor]:
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    from torch.distributed.pipelining import ScheduleGPipe
+
+    return run_pipeline(ScheduleGPipe, 2)
+
+
+def pipeline_1f1b() -> list[Tensor]:
+    from torch.distributed.pipelining import Schedule1F1B
+
+    return run_pipeline(Schedule1F1B, 4)
+
+
+def run_pipeline(schedule_class: Any, n_microbatches: int) -> list[Tensor]:
+    from torch.distributed.pipelining import PipelineStage
 
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(2)
     layers = [nn.Linear(8, 8) for _ in range(size)]
     stage = PipelineStage(layers[rank], rank, size, torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+    schedule = schedule_class(stage, n_microbatches=n_microbatches, loss_fn=nn.functional.mse_loss)
     inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
     losses: list[Tensor] = []
     if rank == 0:
@@ -263,9 +279,10 @@ PROGRAMS: dict[str, Callable[[], list[Tensor]]] = {
     for each in (
         ddp, ddp_with_unused_parameters, ddp_fp16_hook, ddp_powersgd_hook, join, zero, fsdp2, fsdp2_bf16,
         fsdp2_allocated, hsdp, dtensor, tensor_parallel, checkpoint, objects, functional, compiled, pipeline,
-        barriers_and_metrics,
+        pipeline_1f1b, barriers_and_metrics,
     )
 }  # fmt: skip
+NEEDING_A_COMPILER = {"compiled_by_inductor": compiled_by_inductor}
 
 
 def run_all(names: list[str]) -> dict[str, Any]:
@@ -278,7 +295,7 @@ def run_all(names: list[str]) -> dict[str, Any]:
     for name in names:
         torch.manual_seed(0)
         try:
-            results[name] = [each.detach().clone() for each in PROGRAMS[name]()]
+            results[name] = [each.detach().clone() for each in (PROGRAMS | NEEDING_A_COMPILER)[name]()]
         except Exception:
             results[name] = traceback.format_exc()
         dist.barrier()
