@@ -56,7 +56,7 @@ MAY_USE_ENVIRONMENT = ("environment.py", "transports/own_groups.py", "tools/one_
 MAX_LINES = 400
 STORE_MODULES = (
     "process_group",
-    "group_messages",
+    "group_operations",
     "own_groups",
     "signed_store",
     "watched_store",
