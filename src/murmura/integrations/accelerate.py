@@ -128,6 +128,33 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         finally:
             model.require_backward_grad_sync, model.require_forward_param_sync = before
 
+    # Accelerate's own collectives: what a step, skipped on one rank, left undone is done before them
+
+    def gather(self, tensor: Any) -> Any:
+        """As Accelerate's. Collective."""
+        self.announce()
+        return super().gather(tensor)
+
+    def reduce(self, tensor: Any, *args: Any, **options: Any) -> Any:
+        """As Accelerate's. Collective."""
+        self.announce()
+        return super().reduce(tensor, *args, **options)
+
+    def pad_across_processes(self, tensor: Any, *args: Any, **options: Any) -> Any:
+        """As Accelerate's. Collective."""
+        self.announce()
+        return super().pad_across_processes(tensor, *args, **options)
+
+    def wait_for_everyone(self) -> None:
+        """As Accelerate's. Collective."""
+        self.announce()
+        super().wait_for_everyone()
+
+    def announce(self) -> None:
+        """Tell the models that this rank is about to wait for all others."""
+        for ddp in self._ddps:
+            ddp.transport.announce()
+
     # Checkpoints
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:

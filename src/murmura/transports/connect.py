@@ -66,7 +66,7 @@ def connect(
     """
     options = _Options.of(device, transport, timeout, check)
     group = default_group() if config is None else None
-    return _connect_by_config(config, options) if group is None else _connect_by_group(group, options)
+    return _connect_by_config(config, options) if group is None else _connect_with(group, options)
 
 
 def transport_for(module: nn.Module, *, transport: Any = None, process_group: Any = None) -> Transport:
@@ -87,7 +87,7 @@ def transport_for(module: nn.Module, *, transport: Any = None, process_group: An
     if process_group is None:
         return connect(device=device)
     options = _Options.of(device, TransportKind.AUTO, None, None)  # the argument comes before MURMURA_TRANSPORT
-    return _connect_by_group(given_group(process_group), options)
+    return _connect_with(given_group(process_group), options)
 
 
 @dataclass(frozen=True)
@@ -241,6 +241,14 @@ def _is_back(config: DistributedConfig, deadline: float) -> bool:
 
 
 # By a process group of the user's
+
+
+def _connect_with(user: UserGroup, options: _Options) -> Transport:
+    """Connect the ranks of a group; the transport's listeners hear of the group's collectives, if it tells of them."""
+    transport = _connect_by_group(user, options)
+    if hasattr(user.group, "before_collectives"):
+        user.group.before_collectives(transport.announce)
+    return transport
 
 
 def _connect_by_group(user: UserGroup, options: _Options) -> Transport:

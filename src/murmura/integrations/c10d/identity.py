@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ from murmura.integrations.c10d.memory_pool import MemoryPool
 from murmura.integrations.c10d.operation_queue import OperationQueue
 from murmura.integrations.c10d.repeated_all_reduces import RepeatedAllReduces
 from murmura.integrations.c10d.work import QueuedWork, seconds_of
+from murmura.transports.listeners import CollectiveListeners
 
 DRAIN_SECONDS = 2.0  # for queued operations to end when a group is destroyed
 
@@ -53,7 +55,12 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         self._pool = MemoryPool(channel.transport)
         self._repeated = RepeatedAllReduces(channel.transport)
         self._num_barriers = 0
+        self._listeners = CollectiveListeners()
         self.options = GroupOptions(timeout)
+
+    def before_collectives(self, listener: Callable[[], None]) -> None:
+        """Call `listener`, a bound method, before each collective: as `Transport.before_collectives`."""
+        self._listeners.add(listener)
 
     # Place and names
 

@@ -52,6 +52,8 @@ class MurmuraProcessGroup(GroupIdentity):
         prepared = self._repeated.find(tensor, opts)
         if prepared is not None and not profiling.is_on():
             limit = seconds_of(opts.timeout)
+            if self._listeners.members:
+                self._listeners.notify()
             if opts.asyncOp is False:
                 if self._queue.run_at_once(self._transport.run_prepared, prepared, limit):
                     return SYNCHRONOUS
@@ -125,6 +127,7 @@ class MurmuraProcessGroup(GroupIdentity):
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier after which rank 0, and then all, know which ranks did not come."""
         self._num_barriers += 1
+        self._listeners.notify()
         seconds = self._transport.timeout if timeout is None else timeout.total_seconds()
         monitored_barrier(self._messages, self._transport.reporter, self._num_barriers, seconds, wait_all_ranks)
 
@@ -335,6 +338,8 @@ class MurmuraProcessGroup(GroupIdentity):
     ) -> Any:
         """Run an operation now if the call is synchronous, else queue it."""
         limit = seconds_of(getattr(opts, "timeout", None))
+        if self._listeners.members:
+            self._listeners.notify()
         end = self._event(name, inputs)
         if getattr(opts, "asyncOp", True) is False:
             try:
