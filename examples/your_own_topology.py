@@ -6,7 +6,7 @@ from torch import nn
 import murmura
 
 
-def hub(rank: int, size: int, number: int) -> murmura.Meeting:
+def hub(rank: int, size: int, number: int) -> murmura.Neighbours:
     """Rank 0 is the hub. All others send it half of what they hold; it sends half to one of them, in turn.
 
     All ranks compute the same, so nobody has to be told. What a rank hands out sums up to 1, what it receives does not:
@@ -15,9 +15,9 @@ def hub(rank: int, size: int, number: int) -> murmura.Meeting:
     others = list(range(1, size))
     told = others[number % len(others)]
     if rank == 0:
-        return murmura.Meeting(sends_to=[told], receives_from=others, weights=[0.5, *([0.5] * len(others))])
+        return murmura.Neighbours(sends_to=[told], receives_from=others, weights=[0.5, *([0.5] * len(others))])
     receives_from = [0] if rank == told else []
-    return murmura.Meeting(sends_to=[0], receives_from=receives_from, weights=[0.5, *([0.5] * len(receives_from))])
+    return murmura.Neighbours(sends_to=[0], receives_from=receives_from, weights=[0.5, *([0.5] * len(receives_from))])
 
 
 murmura.register_topology("hub")(lambda: hub)  # known by name from now on

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -55,7 +56,7 @@ MAY_USE_ENVIRONMENT = ("environment.py", "transports/own_groups.py", "tools/one_
 MAX_LINES = 400
 STORE_MODULES = (
     "process_group",
-    "group_messages",
+    "group_operations",
     "own_groups",
     "signed_store",
     "watched_store",
@@ -180,6 +181,19 @@ def test_the_package_keeps_the_rules() -> None:
         for fault in faults(PurePosixPath(file.relative_to(PACKAGE).as_posix()), file.read_text(encoding="utf-8"))
     ]
     assert not found, "\n" + "\n".join(found)
+
+
+def test_the_contributors_tree_names_every_module_and_package() -> None:
+    tree = (PACKAGE.parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?`) \|", tree, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(.*?)`", row)}
+    there = {
+        file.relative_to(PACKAGE).with_suffix("").as_posix()
+        for folder in (PACKAGE, PACKAGE / "tools")
+        for file in folder.iterdir()
+        if file.suffix == ".py" or (file / "__init__.py").exists()
+    }
+    assert named == there - {"__init__", "tools/__init__"}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Reads what torchrun, Open MPI, MPICH, SLURM and murmura's own variables tell a rank of its place in the world.
 
-This is the only module of the library that reads os.environ. LAUNCHERS lists the launchers whose variables it
-understands, in order of precedence. If several variables may hold a value, the first that is set is used.
+No other module of the library takes a setting from os.environ (`transports.own_groups` writes there what NCCL is to
+read). LAUNCHERS lists the launchers whose variables it understands, in order of precedence. If several variables may
+hold a value, the first that is set is used.
 """
 
 from __future__ import annotations

@@ -13,20 +13,20 @@ from oracles.algorithms import peers as oracle
 SIZES = [*range(1, 13), 16, 33]
 
 
-def meeting(size: int, number: int) -> list[int]:
+def peers_at(size: int, number: int) -> list[int]:
     return [shift_one_peer(rank, size, number) for rank in range(size)]
 
 
 def test_peers_are_those_of_the_formula() -> None:
     for size in SIZES:
         for number in range(3 * size + 1):
-            assert meeting(size, number) == oracle.shift_one(size, number)
+            assert peers_at(size, number) == oracle.shift_one(size, number)
 
 
-def test_meeting_is_mutual_and_one_rank_sits_out_if_they_are_odd() -> None:
+def test_pairing_is_mutual_and_one_rank_sits_out_if_they_are_odd() -> None:
     for size in SIZES:
         for number in range(2 * size):
-            peers = meeting(size, number)
+            peers = peers_at(size, number)
             assert all(0 <= peer < size for peer in peers)
             assert [peers[peer] for peer in peers] == list(range(size))
             assert sum(peer == rank for rank, peer in enumerate(peers)) == size % 2
@@ -35,15 +35,15 @@ def test_meeting_is_mutual_and_one_rank_sits_out_if_they_are_odd() -> None:
 @pytest.mark.parametrize("size", [2, 4, 6, 8, 16])
 def test_every_pair_across_the_halves_meets_once_a_cycle(size: int) -> None:
     half = size // 2
-    met = [(rank, meeting(size, number)[rank]) for number in range(half) for rank in range(half)]
-    assert sorted(met) == [(lower, upper) for lower in range(half) for upper in range(half, size)]
+    pairs = [(rank, peers_at(size, number)[rank]) for number in range(half) for rank in range(half)]
+    assert sorted(pairs) == [(lower, upper) for lower in range(half) for upper in range(half, size)]
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 7, 33])
 def test_with_odd_ranks_every_pair_meets_once_and_everybody_rests_once_a_cycle(size: int) -> None:
-    met = [tuple(sorted((rank, peer))) for number in range(size) for rank, peer in enumerate(meeting(size, number))]
-    assert sorted(set(met)) == [(rank, peer) for rank in range(size) for peer in range(rank, size)]
-    assert all(met.count(pair) == (2 if pair[0] < pair[1] else 1) for pair in set(met))
+    pairs = [tuple(sorted((rank, peer))) for number in range(size) for rank, peer in enumerate(peers_at(size, number))]
+    assert sorted(set(pairs)) == [(rank, peer) for rank in range(size) for peer in range(rank, size)]
+    assert all(pairs.count(pair) == (2 if pair[0] < pair[1] else 1) for pair in set(pairs))
 
 
 def means_with_peers(transport: Transport) -> list[float]:

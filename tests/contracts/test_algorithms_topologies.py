@@ -12,9 +12,9 @@ from torch import Tensor
 from contracts.grids import SIZES, grid
 from contracts.test_algorithms_state import check_resumption, run
 from contracts.training import assert_close, by_step, regression, scatter, spread, standing_still, step, train_world
-from murmura import DDP, ConfigError, DecentralizedAlgorithm, Meeting, PushSumAlgorithm, Transport, run_world
+from murmura import DDP, ConfigError, DecentralizedAlgorithm, Neighbours, PushSumAlgorithm, Transport, run_world
 from murmura.algorithms import topology_named, topology_names
-from murmura.algorithms.topology import meetings
+from murmura.algorithms.topology import neighbours_of_all
 from oracles.algorithms import push_sum as oracle
 from oracles.algorithms.simulation import flat_of, simulate
 from worlds import SECONDS
@@ -29,7 +29,7 @@ MATRICES: dict[str, oracle.Matrix] = {
 }
 
 
-def matrix_of(found: Sequence[Meeting]) -> Tensor:
+def matrix_of(found: Sequence[Neighbours]) -> Tensor:
     p = torch.zeros(len(found), len(found), dtype=torch.float64)
     for rank, each in enumerate(found):
         p[rank, rank] = each.weights[0]
@@ -39,7 +39,7 @@ def matrix_of(found: Sequence[Meeting]) -> Tensor:
 
 
 def mixing(name: str, size: int, number: int) -> Tensor:
-    return matrix_of(meetings(topology_named(name), size, number))
+    return matrix_of(neighbours_of_all(topology_named(name), size, number))
 
 
 # The graphs
@@ -102,18 +102,18 @@ def test_push_sum_is_as_simulated(name: str, size: int) -> None:
     assert_close(flats, simulate(oracle.PushSum(MATRICES[name]), task, size, STEPS, begin=scatter))
 
 
-def lopsided(rank: int, size: int, number: int) -> Meeting:
+def lopsided(rank: int, size: int, number: int) -> Neighbours:
     """Rank 0 sends to all others, these to rank 0 and to the next one: what ranks receive does not sum up to 1."""
     share = {0: 1 / size, **dict.fromkeys(range(1, size), 1 / 3)}
     to = {each: sorted({0, each % (size - 1) + 1} - {each}) if each else [*range(1, size)] for each in range(size)}
     for each in range(1, size):
         share[each] = 1 / (1 + len(to[each]))
     senders = [each for each in range(size) if rank in to[each]]
-    return Meeting(to[rank], senders, [share[rank], *(share[each] for each in senders)])
+    return Neighbours(to[rank], senders, [share[rank], *(share[each] for each in senders)])
 
 
 def lopsided_matrix(size: int, number: int) -> Tensor:
-    return matrix_of(meetings(lopsided, size, number))
+    return matrix_of(neighbours_of_all(lopsided, size, number))
 
 
 @pytest.mark.parametrize("size", [4, 5])
@@ -189,20 +189,20 @@ def test_other_numbers_of_ranks_are_refused() -> None:
 # Refusals
 
 
-def one_sided(rank: int, size: int, number: int) -> Meeting:
-    return Meeting([1] if rank == 0 else [], [], [1.0])
+def one_sided(rank: int, size: int, number: int) -> Neighbours:
+    return Neighbours([1] if rank == 0 else [], [], [1.0])
 
 
-def to_itself(rank: int, size: int, number: int) -> Meeting:
-    return Meeting([rank], [rank], [0.5, 0.5])
+def to_itself(rank: int, size: int, number: int) -> Neighbours:
+    return Neighbours([rank], [rank], [0.5, 0.5])
 
 
-def too_few_weights(rank: int, size: int, number: int) -> Meeting:
-    return Meeting([(rank + 1) % size], [(rank - 1) % size], [1.0])
+def too_few_weights(rank: int, size: int, number: int) -> Neighbours:
+    return Neighbours([(rank + 1) % size], [(rank - 1) % size], [1.0])
 
 
-def out_of_nothing(rank: int, size: int, number: int) -> Meeting:
-    return Meeting([(rank + 1) % size], [(rank - 1) % size], [1.0, 0.5])
+def out_of_nothing(rank: int, size: int, number: int) -> Neighbours:
+    return Neighbours([(rank + 1) % size], [(rank - 1) % size], [1.0, 0.5])
 
 
 @pytest.mark.parametrize(

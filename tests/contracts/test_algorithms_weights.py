@@ -59,8 +59,8 @@ def test_decentralized_between_hosts(mode: str, hosts: Sequence[int], interval: 
 @pytest.mark.parametrize("size", [2, 4, 5])
 def test_peers_hold_the_same_bits_after_they_have_met(size: int, dtype: torch.dtype) -> None:
     runs = train_world(size, DecentralizedAlgorithm(False, "shift_one"), standing_still(dtype), STEPS, begin=scatter)
-    for meeting, flats in enumerate(by_step(runs)):
-        assert all(torch.equal(flats[rank], flats[peer]) for rank, peer in enumerate(shift_one(size, meeting)))
+    for number, flats in enumerate(by_step(runs)):
+        assert all(torch.equal(flats[rank], flats[peer]) for rank, peer in enumerate(shift_one(size, number)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

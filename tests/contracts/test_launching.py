@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from contracts.catalogue import CATALOGUE
 from contracts.training import Run, assert_close, by_step, regression, train
 from murmura import DDP, ProcessGroupTransport, Transport, run_world
-from murmura.transports import group_messages
+from murmura.transports import group_operations
 from murmura.transports.cuda_launches import CudaLaunches
 from oracles.algorithms.simulation import simulate
 from worlds import SECONDS
@@ -82,8 +82,8 @@ def pretend(transport: Transport) -> None:
         for work in [*works, *(group.send([tensor.view(torch.uint8)], dst, 0) for tensor, dst in sends)]:
             work.wait()
 
-    group_messages.start = start  # type: ignore[assignment]
-    group_messages.is_raw_on_cuda = lambda tensor: False  # Gloo has no all-to-all
+    group_operations.start = start  # type: ignore[assignment]
+    group_operations.is_raw_on_cuda = lambda tensor: False  # Gloo has no all-to-all
     make = ProcessGroupTransport.__init__
 
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -68,7 +68,7 @@ def test_port():
     kept.append(socket.create_server(("127.0.0.1", 0)))
 
 
-def test_meeting_point():
+def test_rendezvous():
     kept.append(socket.socket(socket.AF_UNIX))
     kept[-1].bind("\\0murmura-police-test")
     kept[-1].listen()
@@ -119,7 +119,7 @@ GUILTY = {
     "test_variable": "environment variable POLICE_TEST",
     "test_changed_variable": "environment variable HOME",
     "test_port": "listening TCP port",
-    "test_meeting_point": "abstract socket @murmura-police-test",
+    "test_rendezvous": "abstract socket @murmura-police-test",
     "test_process_group": "torch's default process group",
 }
 INNOCENT = ("test_innocent", "test_seed_is_fixed", "test_seed_is_fixed_again")

@@ -28,6 +28,8 @@ WEIGHT_ALGORITHMS: dict[str, Any] = {
     "diloco": DiLoCoAlgorithm(1),
     "low_precision": "low_precision_decentralized",
     "async": AsyncModelAverageAlgorithm(sync_interval_rounds=1),
+    "push_sum": "push_sum",
+    "sparse_loco": "sparse_loco:interval=1",
 }
 """What averages weights in every round."""
 

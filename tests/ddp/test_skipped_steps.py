@@ -19,6 +19,7 @@ from murmura import (
     LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
     PeerTimeout,
+    PushSumAlgorithm,
     QAdamAlgorithm,
     QAdamOptimizer,
     Transport,
@@ -32,6 +33,7 @@ AFTER_STEP = {
     "local_sgd": LocalSGDAlgorithm(1),
     "diloco": DiLoCoAlgorithm(1),
     "low_precision": LowPrecisionDecentralizedAlgorithm(),
+    "push_sum": PushSumAlgorithm(),
 }
 
 Point = Callable[[DDP, Transport, Path], object]

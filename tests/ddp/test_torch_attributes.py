@@ -144,6 +144,25 @@ def test_require_forward_param_sync_holds_back_the_buffers_of_a_round_that_begin
     assert on_ranks(run, 2) == [0.0, 1.0]
 
 
+class _Versioned(nn.Module):
+    """A part that asks for the version of what it loads."""
+
+    _version = 3
+    loaded: Any = None
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        self.loaded = metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
+
+
+def test_versions_of_the_parts_come_with_a_prefix_too() -> None:
+    prefixed = nn.Module()
+    prefixed.module = nn.Sequential(weight(), _Versioned())
+    with closing(DDP(nn.Sequential(weight(), _Versioned()))) as ddp:
+        ddp.load_state_dict(prefixed.state_dict())
+        assert ddp.module[1].loaded == 3
+
+
 class _Broken(torch.nn.Linear):
     @property
     def broken(self) -> float:

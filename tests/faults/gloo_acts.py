@@ -31,8 +31,8 @@ class GlooWorld(World):
         super().__init__("gloo", world_size, act, *args, timeout=timeout)
 
     def start(self, rank: int) -> Actor:
-        meeting = (os.path.join(self.folder, "store"), rank, self.world_size, self.check)
-        self.actors[rank] = Actor(f"rank {rank}", join_gloo_and_play, *meeting, *self._play)
+        world = (os.path.join(self.folder, "store"), rank, self.world_size, self.check)
+        self.actors[rank] = Actor(f"rank {rank}", join_gloo_and_play, *world, *self._play)
         return self.actors[rank]
 
     def __exit__(self, *error: object) -> None:

@@ -26,8 +26,8 @@ class HostsWorld(World):
         super().__init__("hierarchical", len(hosts), act, *args, timeout=timeout)
 
     def start(self, rank: int) -> Actor:
-        meeting = (os.path.join(self.folder, "store"), rank, self.hosts, self.check)
-        self.actors[rank] = Actor(f"rank {rank}", join_hosts_and_play, *meeting, *self._play)
+        world = (os.path.join(self.folder, "store"), rank, self.hosts, self.check)
+        self.actors[rank] = Actor(f"rank {rank}", join_hosts_and_play, *world, *self._play)
         return self.actors[rank]
 
     def __exit__(self, *error: object) -> None:

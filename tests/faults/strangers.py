@@ -1,4 +1,4 @@
-"""Processes at the meeting point of a world that do not belong there, and one that joins many worlds in its life."""
+"""Processes at the rendezvous of a world that do not belong there, and one that joins many worlds in its life."""
 
 import array
 import contextlib
@@ -53,7 +53,7 @@ def knock_as_another_user(pipe: Connection, address: str, host_pid: int) -> None
 
 
 def squat_as_another_user(pipe: Connection, address: str) -> None:
-    """Hold a world's meeting point as another user; tell what two visitors say."""
+    """Hold a world's rendezvous as another user; tell what two visitors say."""
     _become_nobody()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         door.bind(address)

@@ -73,7 +73,7 @@ def test_silent_visitors_delay_nobody():
         assert time.monotonic() - began < 4.0
 
 
-def test_the_name_of_the_meeting_point_tells_nothing_of_the_secret_and_a_wrong_one_is_refused(monkeypatch):
+def test_the_name_of_the_rendezvous_tells_nothing_of_the_secret_and_a_wrong_one_is_refused(monkeypatch):
     addresses = []
     bind = socket.socket.bind
     monkeypatch.setattr(socket.socket, "bind", lambda self, name: addresses.append(name) or bind(self, name))

@@ -213,7 +213,7 @@ def test_a_process_of_another_user_is_turned_away_with_nothing_and_the_world_wor
 
 
 @as_root
-def test_a_rank_tells_nothing_to_another_user_at_its_meeting_point():
+def test_a_rank_tells_nothing_to_another_user_at_its_rendezvous():
     job = uuid.uuid4().hex
     squatter = Actor("squatter", squat_as_another_user, socket_address(job))
     guest = None
@@ -254,7 +254,7 @@ def test_a_process_that_goes_on_keeps_nothing_of_the_worlds_it_was_in():
             actor.end()
 
 
-def test_nothing_is_left_of_a_meeting_whose_ranks_are_all_killed():
+def test_nothing_is_left_of_a_rendezvous_whose_ranks_are_all_killed():
     with World("processes", 3, reduce_until, "prepared", "go_on", 0, only=[0, 1]) as world:
         _await_joined(world.actors[0], world.actors[1])
         for rank in (0, 1):

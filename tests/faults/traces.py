@@ -1,6 +1,6 @@
 """What a world could leave behind, or open, on this machine: read from /proc, never asked of murmura.
 
-Every check names one world (by its memfd, its meeting point or its processes), so that other worlds may run meanwhile.
+Every check names one world (by its memfd, its rendezvous or its processes), so that other worlds may run meanwhile.
 """
 
 import contextlib
@@ -79,11 +79,11 @@ def watch_sockets() -> list[str]:
 
 
 def assert_nothing_left(job: str, inodes: set[int], pids: list[int]) -> None:
-    """After the end of a world: no process, no mapping of its memory, no meeting point, no file."""
+    """After the end of a world: no process, no mapping of its memory, no rendezvous, no file."""
     assert all(is_gone(pid) for pid in pids), {pid: state_of(pid) for pid in pids}
     assert not {pid: left for pid in _pids() if (left := segments_of(pid) & inodes)}, "the segment is still held"
-    meeting_point = socket_address(job).replace("\0", "@")
-    assert not [line for line in _lines("/proc/net/unix") if line.rstrip().endswith(meeting_point)]
+    rendezvous = socket_address(job).replace("\0", "@")
+    assert not [line for line in _lines("/proc/net/unix") if line.rstrip().endswith(rendezvous)]
     assert not [name for name in os.listdir("/dev/shm") if job in name]
 
 

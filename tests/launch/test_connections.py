@@ -111,8 +111,8 @@ def test_hierarchies_on_one_store(tmp_path: Path) -> None:
     assert on_ranks(program, 3) == [[1.0] * 3] * 3
 
 
-def test_what_an_earlier_meeting_left_is_not_taken_for_this_one(tmp_path: Path) -> None:
-    """A rank that is still in the first meeting when rank 0 opens the second answers the first only."""
+def test_what_an_earlier_rendezvous_left_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    """A rank that is still in the first rendezvous when rank 0 opens the second answers the first only."""
 
     def program(rank: int) -> list[bytes]:
         store = file_store(str(tmp_path / "store"), 2)

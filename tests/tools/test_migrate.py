@@ -188,3 +188,39 @@ def test_a_script_that_would_no_longer_parse_is_left_as_it_is() -> None:
     done = migrate(source)
     assert done.source == source
     assert any("by hand" in note.text for note in done.notes)
+
+
+AMBIGUOUS = {
+    "either of two imports": (
+        "try:\n    from apex.parallel import DistributedDataParallel as DDP\n"
+        "except ImportError:\n    from torch.nn.parallel import DistributedDataParallel as DDP\nDDP(net, [0], 0)\n",
+        "several things",
+    ),
+    "another import later": (
+        "from torch.nn.parallel import DistributedDataParallel as DDP\nfrom mine import DDP\nDDP(net, [0], 0)\n",
+        "several things",
+    ),
+    "a parameter": (
+        "from torch.nn.parallel import DistributedDataParallel as DDP\ndef wrap(DDP):\n    return DDP(net, [0], 0)\n",
+        "several things",
+    ),
+    "a module that is a parameter": (
+        "import torch\ndef wrap(torch):\n    return torch.nn.parallel.DistributedDataParallel(net, [0])\n",
+        "is it torch's class?",
+    ),
+    "an unknown module": ("mine.parallel.DistributedDataParallel(net, [0])\n", "is it torch's class?"),
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_a_name_that_stands_for_several_things_is_left_alone_and_told_of(name: str) -> None:
+    source, word = AMBIGUOUS[name]
+    migration = migrate(source)
+    assert migration.source == source
+    assert any(word in note.text for note in migration.notes)
+
+
+def test_a_module_by_another_name_is_followed() -> None:
+    source = "import torch\np = torch.nn.parallel\nnet = p.DistributedDataParallel(net, [0])\n"
+    changed = "import murmura\nimport torch\np = torch.nn.parallel\nnet = murmura.DDP(net, device_ids=[0])\n"
+    assert migrate(source).source == changed

@@ -18,7 +18,7 @@ from murmura.algorithms.powersgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
 from murmura.algorithms.push_sum import PushSumAlgorithm, PushSumAlgorithmImpl
 from murmura.algorithms.qadam import QAdamAlgorithm, QAdamAlgorithmImpl
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer
-from murmura.algorithms.topology import Meeting, register_topology, topology_named, topology_names
+from murmura.algorithms.topology import Neighbours, register_topology, topology_named, topology_names
 
 __all__ = [
     "AggregateGradients",
@@ -38,7 +38,7 @@ __all__ = [
     "LocalSGDAlgorithmImpl",
     "LowPrecisionDecentralizedAlgorithm",
     "LowPrecisionDecentralizedAlgorithmImpl",
-    "Meeting",
+    "Neighbours",
     "Phased",
     "PowerSGDAlgorithm",
     "PowerSGDAlgorithmImpl",

@@ -34,7 +34,7 @@ class ChunkedMean(CompressedMean):
     """Each rank encodes chunk r for rank r, which decodes what comes from all and sends the mean to everyone, encoded.
 
     Means are formed in rank order (of the half types in fp32). A rank's own part is encoded too, so all decode the same
-    bytes. `shares[r]` is the weight of rank r. Long chunks go in pieces, which changes no bit.
+    bytes. Long chunks go in pieces, which changes no bit.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class ChunkedMean(CompressedMean):
         size = transport.world_size
         bounds = [chunk_bounds(like.numel(), size, rank) for rank in range(size)]
         lengths = [stop - start for start, stop in bounds]
-        super().__init__(transport, like, compressor, lengths, slice(*bounds[transport.rank]))
+        super().__init__(
+            transport, like, compressor, lengths, slice(*bounds[transport.rank]), shares=shares, average=average
+        )
         self._codec = codec
-        self._shares = [1] * size if shares is None else list(shares)
-        self._divisor = sum(self._shares) if average else 1
         self._pieces = _cut(transport, like, compressor)
 
     def __call__(self, flat: Tensor) -> None:

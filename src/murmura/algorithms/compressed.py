@@ -26,7 +26,7 @@ class CompressedMean(ABC):
 
     This rank's values are encoded in streams of `lengths` elements, end to end. Where a rank encodes a mean for all
     (`mean_chunk` says where it lies in the tensor), that is a stream too. What an encoder remembers belongs to one
-    stream, so every stream has its own.
+    stream, so every stream has its own. `shares[r]` is the weight of rank r; without `average` it is their sum.
     """
 
     def __init__(
@@ -36,6 +36,9 @@ class CompressedMean(ABC):
         compressor: Compressor,
         lengths: Sequence[int],
         mean_chunk: slice | None = None,
+        *,
+        shares: Sequence[int] | None = None,
+        average: bool = True,
     ) -> None:
         self._transport = transport
         self._like = like.new_zeros(1).expand(like.numel())
@@ -44,6 +47,8 @@ class CompressedMean(ABC):
         self._mean_chunk = mean_chunk
         self._mean_encoder = compressor.for_bucket()
         self._kept: list[Tensor | None] | None = None
+        self._shares = [1] * transport.world_size if shares is None else list(shares)
+        self._divisor = sum(self._shares) if average else 1
         self._keeps_residuals = self._mean_encoder is not compressor
 
     @abstractmethod

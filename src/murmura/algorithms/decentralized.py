@@ -16,7 +16,14 @@ from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.mixing import SEGMENT_BYTES, Mixer
 from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.peers import shift_one_peer
-from murmura.algorithms.topology import Meeting, Topology, column_sums, mean_num_peers, meetings, take_topology
+from murmura.algorithms.topology import (
+    Neighbours,
+    Topology,
+    column_sums,
+    mean_num_peers,
+    neighbours_of_all,
+    take_topology,
+)
 from murmura.algorithms.traffic import mean_bytes, payload_bytes
 from murmura.algorithms.weights import FlatWeights
 from murmura.errors import ConfigError
@@ -56,7 +63,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
             )
         if self.topology is not None and self._hierarchy.leaders is not None:
             self._mixer = Mixer(self._hierarchy.leaders)
-            self._meeting(self.topology, self._hierarchy.leaders, 0)  # refuse it before anything is sent
+            self._neighbours(self.topology, self._hierarchy.leaders, 0)  # refuse it before anything is sent
         self._background = BackgroundExchanges(self._channel)
         self._pending: PendingExchange | None = None
         self._incoming: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -134,12 +141,12 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
             if self.topology is None:
                 self._mean_with_peer(flat, number)
             elif self._hierarchy.leaders is not None:
-                self._mixer.mix(flat, self._meeting(self.topology, self._hierarchy.leaders, number))
+                self._mixer.mix(flat, self._neighbours(self.topology, self._hierarchy.leaders, number))
             self._hierarchy.spread(flat)
 
-    def _meeting(self, topology: Topology, leaders: Transport, number: int) -> Meeting:
+    def _neighbours(self, topology: Topology, leaders: Transport, number: int) -> Neighbours:
         """What this leader does in exchange `number`; refused if it would move the mean of the replicas."""
-        found = meetings(topology, leaders.world_size, number)
+        found = neighbours_of_all(topology, leaders.world_size, number)
         sums = [*column_sums(found), *(sum(each.weights) for each in found)]
         if any(abs(total - 1) > 1e-9 for total in sums):
             raise ConfigError(

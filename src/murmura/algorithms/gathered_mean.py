@@ -15,8 +15,7 @@ from murmura.transports.base import Transport
 class GatheredMean(CompressedMean):
     """Each rank encodes all of its values and sends them to everyone: mean Q(x), formed in rank order.
 
-    Payloads of one length go into memory that is reused; lengths that differ are told first. `shares[r]` is the weight
-    of rank r.
+    Payloads of one length go into memory that is reused; lengths that differ are told first.
     """
 
     def __init__(
@@ -29,9 +28,7 @@ class GatheredMean(CompressedMean):
         average: bool = True,
     ) -> None:
         size = transport.world_size
-        super().__init__(transport, like, compressor, [like.numel()])
-        self._shares = [1] * size if shares is None else list(shares)
-        self._divisor = sum(self._shares) if average else 1
+        super().__init__(transport, like, compressor, [like.numel()], shares=shares, average=average)
         self._payloads: Tensor | None = None
         if not compressor.is_uneven:
             num_bytes = compressor.payload_bytes(like.numel(), like.dtype)

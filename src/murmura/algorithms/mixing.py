@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from murmura.algorithms.topology import Meeting
+from murmura.algorithms.topology import Neighbours
 from murmura.transports.base import Transport
 
 SEGMENT_BYTES = 64 * 2**20
@@ -22,15 +22,15 @@ class Mixer:
         self._transport = transport
         self._incoming: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    def mix(self, flat: Tensor, meeting: Meeting) -> None:
-        """Overwrite `flat` with the weighted sum that `meeting` says."""
-        own, *weights = meeting.weights
+    def mix(self, flat: Tensor, neighbours: Neighbours) -> None:
+        """Overwrite `flat` with the weighted sum over `neighbours`."""
+        own, *weights = neighbours.weights
         length = max(1, min(flat.numel(), SEGMENT_BYTES // flat.element_size()))
         for segment in torch.split(flat, length):
-            received = self._memory(segment, len(meeting.receives_from))
+            received = self._memory(segment, len(neighbours.receives_from))
             self._transport.exchange(
-                [(segment, peer) for peer in meeting.sends_to],
-                list(zip(received, meeting.receives_from, strict=True)),
+                [(segment, peer) for peer in neighbours.sends_to],
+                list(zip(received, neighbours.receives_from, strict=True)),
             )
             segment.mul_(own)
             for theirs, weight in zip(received, weights, strict=True):

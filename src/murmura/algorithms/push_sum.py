@@ -12,7 +12,14 @@ from murmura.algorithms.after_step import AfterStepImpl
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
 from murmura.algorithms.mixing import Mixer
 from murmura.algorithms.names import register_algorithm
-from murmura.algorithms.topology import Meeting, Topology, column_sums, mean_num_peers, meetings, take_topology
+from murmura.algorithms.topology import (
+    Neighbours,
+    Topology,
+    column_sums,
+    mean_num_peers,
+    neighbours_of_all,
+    take_topology,
+)
 from murmura.algorithms.traffic import payload_bytes
 from murmura.algorithms.weights import FlatWeights
 from murmura.errors import ConfigError
@@ -35,7 +42,7 @@ class PushSumAlgorithmImpl(AfterStepImpl):
 
     def __init__(self, process_group: Transport, **choices: Any) -> None:
         super().__init__(process_group, **choices)
-        self._meetings()  # refuse a topology before anything is sent
+        self._neighbours_of_all()  # refuse a topology before anything is sent
         self._mixer = Mixer(process_group)
 
     def use(self, weights: FlatWeights) -> None:
@@ -55,7 +62,7 @@ class PushSumAlgorithmImpl(AfterStepImpl):
         size, rank = self.process_group.world_size, self.process_group.rank
         if size == 1:
             return
-        found = self._meetings()
+        found = self._neighbours_of_all()
         self._number += 1
         self._weights.read(self._flats)
         for flat, x in zip(self._flats, self._x, strict=True):
@@ -72,9 +79,9 @@ class PushSumAlgorithmImpl(AfterStepImpl):
             flat.div_(self._w[rank])
         self._weights.write(self._flats)
 
-    def _meetings(self) -> list[Meeting]:
+    def _neighbours_of_all(self) -> list[Neighbours]:
         """What every rank does in the next exchange; refused unless each hands out all that it holds."""
-        found = meetings(self.topology, self.process_group.world_size, self._number)
+        found = neighbours_of_all(self.topology, self.process_group.world_size, self._number)
         for rank, total in enumerate(column_sums(found)):
             if abs(total - 1) > 1e-9:
                 raise ConfigError(

@@ -17,15 +17,15 @@ COUNTED_EXCHANGES = 64
 """Over how many exchanges the peers of a topology are counted."""
 
 
-class Meeting(NamedTuple):
-    """What one rank does in an exchange: x becomes weights[0] x + Σ weights[1 + i] (x of receives_from[i])."""
+class Neighbours(NamedTuple):
+    """The peers of one rank in an exchange: its x becomes weights[0] x + Σ weights[1 + i] (x of receives_from[i])."""
 
     sends_to: Sequence[int]
     receives_from: Sequence[int]
     weights: Sequence[float]
 
 
-Topology: TypeAlias = Callable[[int, int, int], Meeting]
+Topology: TypeAlias = Callable[[int, int, int], Neighbours]
 """A function of (rank, number of ranks, number of the exchange), the same on every rank."""
 
 _REGISTRY: Registry[Any] = Registry(Callable, "topology", "murmura.topologies")  # type: ignore[arg-type]
@@ -48,9 +48,9 @@ def topology_named(name: str) -> Topology:
     return topology
 
 
-def even_shares(sends_to: Sequence[int], receives_from: Sequence[int]) -> Meeting:
-    """A meeting in which every rank has as many peers: all shares are equal."""
-    return Meeting(sends_to, receives_from, [1 / (1 + len(receives_from))] * (1 + len(receives_from)))
+def even_shares(sends_to: Sequence[int], receives_from: Sequence[int]) -> Neighbours:
+    """The neighbours of a rank where every rank has as many: all shares are equal."""
+    return Neighbours(sends_to, receives_from, [1 / (1 + len(receives_from))] * (1 + len(receives_from)))
 
 
 @register_topology("all")
@@ -58,7 +58,7 @@ def even_shares(sends_to: Sequence[int], receives_from: Sequence[int]) -> Meetin
 class All:
     """Everybody with everybody: the mean."""
 
-    def __call__(self, rank: int, size: int, number: int) -> Meeting:
+    def __call__(self, rank: int, size: int, number: int) -> Neighbours:
         others = [each for each in range(size) if each != rank]
         return even_shares(others, others)
 
@@ -68,7 +68,7 @@ class All:
 class ShiftOne:
     """Pairs of two halves that shift against each other, as in `DecentralizedAlgorithm`."""
 
-    def __call__(self, rank: int, size: int, number: int) -> Meeting:
+    def __call__(self, rank: int, size: int, number: int) -> Neighbours:
         peer = shift_one_peer(rank, size, number)
         return even_shares(*([[peer]] * 2 if peer != rank else [[]] * 2))
 
@@ -78,7 +78,7 @@ class ShiftOne:
 class Ring:
     """The neighbours on both sides."""
 
-    def __call__(self, rank: int, size: int, number: int) -> Meeting:
+    def __call__(self, rank: int, size: int, number: int) -> Neighbours:
         neighbours = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
         return even_shares(neighbours, neighbours)
 
@@ -88,7 +88,7 @@ class Ring:
 class OnePeerExponential:
     """To the rank 1, 2, 4, ... places ahead, another one each time: in log2 n exchanges news reaches everybody."""
 
-    def __call__(self, rank: int, size: int, number: int) -> Meeting:
+    def __call__(self, rank: int, size: int, number: int) -> Neighbours:
         hops = _hops(size)
         if not hops:
             return even_shares([], [])
@@ -101,7 +101,7 @@ class OnePeerExponential:
 class Exponential:
     """To all ranks that are 1, 2, 4, ... places ahead, each time."""
 
-    def __call__(self, rank: int, size: int, number: int) -> Meeting:
+    def __call__(self, rank: int, size: int, number: int) -> Neighbours:
         hops = _hops(size)
         return even_shares([(rank + hop) % size for hop in hops], [(rank - hop) % size for hop in hops])
 
@@ -113,7 +113,7 @@ class RandomMatching:
 
     seed: int = 0
 
-    def __call__(self, rank: int, size: int, number: int) -> Meeting:
+    def __call__(self, rank: int, size: int, number: int) -> Neighbours:
         order = list(range(size))
         random.Random(f"{self.seed} {number}").shuffle(order)
         place = order.index(rank) ^ 1
@@ -126,9 +126,9 @@ def _hops(size: int) -> list[int]:
     return [2**power for power in range(math.ceil(math.log2(size)))] if size > 1 else []
 
 
-def meetings(topology: Topology, size: int, number: int) -> list[Meeting]:
+def neighbours_of_all(topology: Topology, size: int, number: int) -> list[Neighbours]:
     """What every rank does in exchange `number`; `ConfigError` where two ranks would wait for each other in vain."""
-    found = [Meeting(*topology(rank, size, number)) for rank in range(size)]
+    found = [Neighbours(*topology(rank, size, number)) for rank in range(size)]
     sent = {(rank, peer) for rank, each in enumerate(found) for peer in each.sends_to}
     received = {(peer, rank) for rank, each in enumerate(found) for peer in each.receives_from}
     where = f"topology={topology!r}, exchange {number} of {size} ranks"
@@ -150,7 +150,7 @@ def meetings(topology: Topology, size: int, number: int) -> list[Meeting]:
     return found
 
 
-def column_sums(found: Sequence[Meeting]) -> list[float]:
+def column_sums(found: Sequence[Neighbours]) -> list[float]:
     """What all ranks make of each rank's weights: 1 everywhere if the sum over the ranks stays what it is."""
     sums = [each.weights[0] for each in found]
     for each in found:
@@ -161,9 +161,8 @@ def column_sums(found: Sequence[Meeting]) -> list[float]:
 
 def mean_num_peers(topology: Topology, num_ranks: int) -> float:
     """How many ranks a rank sends to in an exchange: the mean over ranks and exchanges."""
-    counts = [
-        len(each.sends_to) for number in range(COUNTED_EXCHANGES) for each in meetings(topology, num_ranks, number)
-    ]
+    exchanges = (neighbours_of_all(topology, num_ranks, number) for number in range(COUNTED_EXCHANGES))
+    counts = [len(each.sends_to) for exchange in exchanges for each in exchange]
     return statistics.fmean(counts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -95,7 +96,11 @@ class TorchSurface(nn.Module, Joinable):
             )
         own = self.module.state_dict().keys()
         if not any(name in own for name in state_dict) and all(name.startswith("module.") for name in state_dict):
-            state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
+            plain = OrderedDict((name.removeprefix("module."), value) for name, value in state_dict.items())
+            if hasattr(state_dict, "_metadata"):  # the versions of the parts, by their names
+                parts = state_dict._metadata.items()
+                plain._metadata = {name.removeprefix("module").removeprefix("."): each for name, each in parts if name}  # type: ignore[attr-defined]
+            state_dict = plain
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

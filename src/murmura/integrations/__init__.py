@@ -1,1 +1,1 @@
-"""Other frameworks on murmura. `import murmura` imports none of these modules; each imports its own framework."""
+"""Other frameworks on murmura: each module imports its own. `import murmura` only registers the backend of `c10d`."""

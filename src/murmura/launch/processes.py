@@ -228,11 +228,11 @@ def _work(spec: RankSpec) -> bytes:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # raised again by run_world
-        return _pickle_error(error)
+        return pickle_error(error)
     try:
         return pickle.dumps((result, None, ""))
     except Exception as error:  # whatever a result's own pickling raises
-        return _pickle_error(UsageError(f"the result of rank {spec.rank} cannot be pickled: {error}"))
+        return pickle_error(UsageError(f"the result of rank {spec.rank} cannot be pickled: {error}"))
 
 
 def _join(spec: RankSpec) -> Transport:
@@ -267,7 +267,8 @@ def _unpickle_work(work: bytes) -> Any:
         ) from error
 
 
-def _pickle_error(error: BaseException) -> bytes:
+def pickle_error(error: BaseException) -> bytes:
+    """The message of a rank that failed: no result, the error, and its traceback as text."""
     trace = "".join(traceback.format_exception(error))
     try:
         message = pickle.dumps((None, error, trace))

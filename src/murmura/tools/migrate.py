@@ -15,6 +15,7 @@ from murmura.errors import ConfigError
 
 CLASS = "DistributedDataParallel"
 MODULES = ("torch.nn.parallel", "torch.nn.parallel.distributed")
+CLASSES = {f"{module}.{CLASS}" for module in MODULES}
 POSITIONAL = (  # torch's parameters in their order; murmura takes all but the first by name
     "module", "device_ids", "output_device", "dim", "broadcast_buffers", "init_sync", "process_group",
     "bucket_cap_mb", "find_unused_parameters", "check_reduction", "gradient_as_bucket_view", "static_graph",
@@ -110,21 +111,16 @@ class _Script:
             self._starts.append(self._starts[-1] + len(line))
 
     def look(self) -> None:
+        self._look_at_names()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    self.modules[alias.asname or alias.name.partition(".")[0]] = (
-                        alias.name if alias.asname else alias.name.partition(".")[0]
-                    )
                     self._note_framework(node, alias.name)
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 self._look_at_import_from(node)
         uses_murmura = False
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Assign) and self._is_class(node.value):
-                self.classes.update(target.id for target in node.targets if isinstance(target, ast.Name))
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Attribute) and self._resolve(node) in [f"{each}.{CLASS}" for each in MODULES]:
+            if isinstance(node, ast.Attribute) and self._is_class(node):
                 uses_murmura = True
                 self.edits.append(_Edit(*self._span(node), "murmura.DDP"))
             self._look_at(node)
@@ -132,20 +128,36 @@ class _Script:
         if uses_murmura and "murmura" not in imported:
             self._import_murmura()
 
+    def _look_at_names(self) -> None:
+        """Find out what names stand for, and leave out those that stand for several things."""
+        meanings: dict[str, set[str]] = {}
+        lines: dict[str, int] = {}
+        bindings = sorted(_bindings(self.tree), key=lambda each: each[1] is not None)  # imports come first
+        for name, value, meaning, line in bindings:
+            if value is not None:
+                meaning = self._resolve(value)
+            meanings.setdefault(name, set()).add(meaning or f"line {line}")
+            lines[name] = line
+            if meaning:
+                self.modules[name] = meaning
+        for name in [name for name in self.modules if len(meanings[name]) > 1]:
+            del self.modules[name]
+            if meanings[name] & CLASSES:
+                text = f"{name} stands for several things in this script, so it was left as it is: change it by hand."
+                self.notes.append(Note(lines[name], text))
+        self.classes = {name for name, meaning in self.modules.items() if meaning in CLASSES}
+
     def _look_at_import_from(self, node: ast.ImportFrom) -> None:
         module = node.module or ""
         self._note_framework(node, module)
-        for alias in node.names:
-            self.modules[alias.asname or alias.name] = f"{module}.{alias.name}"
         if module not in MODULES:
             return
         if node.names[0].name == "*":
             self.notes.append(Note(node.lineno, f"a star import may bring {CLASS}: import it by name, and run again."))
-        ours = [alias for alias in node.names if alias.name == CLASS]
+        ours = [alias for alias in node.names if alias.name == CLASS and (alias.asname or CLASS) in self.classes]
         if not ours:
             return
         names = [alias.asname or alias.name for alias in ours]
-        self.classes.update(names)
         new = "from murmura import " + ", ".join("DDP" if name == "DDP" else f"DDP as {name}" for name in names)
         start, end = self._span(node)
         if len(ours) == len(node.names):
@@ -181,6 +193,8 @@ class _Script:
                     self._look_at_constructor(node)
             case ast.ClassDef() if any(self._is_class(base) for base in node.bases):
                 self.notes.append(Note(node.lineno, f"class {node.name} inherits it: does it use torch's internals?"))
+            case ast.Attribute(attr=name) if name == CLASS and not self._is_class(node):
+                self.notes.append(Note(node.lineno, f"{ast.unparse(node)} was left as it is: is it torch's class?"))
             case ast.Attribute() if node.attr in ATTRIBUTE_NOTES:
                 self.notes.append(Note(node.lineno, f"{node.attr}: {ATTRIBUTE_NOTES[node.attr]}"))
             case ast.Constant(value=str(text)) if CLASS in text and "\n" not in text:
@@ -224,7 +238,7 @@ class _Script:
     def _is_class(self, node: ast.expr) -> bool:
         if isinstance(node, ast.Name):
             return node.id in self.classes
-        return self._resolve(node) in [f"{each}.{CLASS}" for each in MODULES]
+        return self._resolve(node) in CLASSES
 
     def _resolve(self, node: ast.expr) -> str:
         """The full name that a chain of attributes stands for; empty for anything else."""
@@ -253,6 +267,26 @@ class _Script:
 
     def _newline(self) -> str:
         return "\r\n" if "\r\n" in self.source else "\n"
+
+
+def _bindings(tree: ast.Module) -> Iterator[tuple[str, ast.expr | None, str, int]]:
+    """Every place that binds a name: the name, the value assigned if there is one, what is imported, and the line."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                for alias in node.names:
+                    top = alias.name.partition(".")[0]
+                    yield alias.asname or top, None, alias.name if alias.asname else top, node.lineno
+            case ast.ImportFrom():
+                for alias in node.names:
+                    full = f"{'.' * node.level}{node.module or ''}.{alias.name}"
+                    yield alias.asname or alias.name, None, full, node.lineno
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                yield name, value, "", node.lineno
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name, None, "", node.lineno
+            case ast.arg(arg=name):
+                yield name, None, "", node.lineno
 
 
 def _backwards(source: str, start: int) -> Iterator[int]:

@@ -15,12 +15,12 @@ import signal
 import subprocess
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 from murmura import MurmuraError, PeerLost, ProcessGroupTransport
+from murmura.launch.processes import pickle_error
 from murmura.transports.rendezvous import file_store
 
 LABEL = "one GPU, MPS, loopback sockets"
@@ -180,7 +180,7 @@ def _serve(rank: int, world_size: int, variables: dict[str, str], store_file: st
         )
     except BaseException as error:
         pipe.recv_bytes()
-        pipe.send_bytes(_told(error))
+        pipe.send_bytes(pickle_error(error))
         return
     while True:
         try:
@@ -191,16 +191,6 @@ def _serve(rank: int, world_size: int, variables: dict[str, str], store_file: st
             message = pickle.dumps((fn(transport, *args), None, ""))
         except BaseException as error:
             transport.abort(error)
-            message = _told(error)
+            message = pickle_error(error)
         pipe.send_bytes(message)
     transport.close()
-
-
-def _told(error: BaseException) -> bytes:
-    trace = "".join(traceback.format_exception(error))
-    try:
-        message = pickle.dumps((None, error, trace))
-        pickle.loads(message)
-    except Exception:  # it does not survive pickling: send its text
-        return pickle.dumps((None, MurmuraError(f"{type(error).__name__}: {error}"), trace))
-    return message

@@ -109,18 +109,18 @@ class _Options:
             Check.BEST_EFFORT if check is None else parse(Check, check, "check"),
         )
 
-    def device_or(self, backend: DistributedBackend) -> torch.device:
-        return self.device or torch.device("cuda" if backend is DistributedBackend.CUDA else "cpu")
+    def device_or(self, device_kind: DistributedBackend) -> torch.device:
+        return self.device or torch.device("cuda" if device_kind is DistributedBackend.CUDA else "cpu")
 
-    def claim(self, told: TransportKind, source: str, backend: DistributedBackend, local_rank: int | None) -> Claim:
-        """What this rank says of itself; `told`, by `source`, and `backend` are used where no argument was given."""
+    def claim(self, told: TransportKind, source: str, device_kind: DistributedBackend, local_rank: int | None) -> Claim:
+        """What this rank says of itself; `told`, by `source`, and `device_kind` serve where no argument was given."""
         kind, source = (told, source) if self.transport is None else (self.transport, "transport=")
-        device = self.device_or(backend)
+        device = self.device_or(device_kind)
         return Claim(kind, source, device.type, devices.gpu_identity(device, local_rank), self.check)
 
-    def gpu(self, backend: DistributedBackend, local_rank: int | None) -> int | None:
+    def gpu(self, device_kind: DistributedBackend, local_rank: int | None) -> int | None:
         """The number of the GPU that this rank uses, if it uses one."""
-        device = self.device_or(backend)
+        device = self.device_or(device_kind)
         return devices.gpu_number(device, local_rank) if device.type == "cuda" else None
 
 
@@ -145,7 +145,7 @@ def _connect_by_config(config: DistributedConfig | None, options: _Options) -> T
     with Announcement(job, config.rank, config.world_size, claim) as announcement:
         if claim.transport not in (TransportKind.AUTO, TransportKind.SHARED_MEMORY):
             return _join_over_a_network(config, options, claim, watch=announcement.watch)
-        cards = one_host.sign_in(
+        texts = one_host.sign_in(
             f"{job}/sign-in",
             config.rank,
             config.world_size,
@@ -154,7 +154,7 @@ def _connect_by_config(config: DistributedConfig | None, options: _Options) -> T
             secret=secret,
             watch=announcement.watch,
         )
-    claims = [Claim.from_text(card, rank) for rank, card in enumerate(cards)]
+    claims = [Claim.from_text(text, rank) for rank, text in enumerate(texts)]
     choice = choose(claims, (0,) * config.world_size)
     if choice.kind is not TransportKind.SHARED_MEMORY:
         return _join_over_a_network(config, options, claim, choice)
@@ -255,8 +255,8 @@ def _connect_by_group(user: UserGroup, options: _Options) -> Transport:
     given = setting_from_env("timeout")
     timeout = options.timeout or (seconds(given) if given else user.timeout()) or 600.0
     told = parse(TransportKind, setting_from_env("transport") or "auto", "MURMURA_TRANSPORT")
-    backend = parse(DistributedBackend, setting_from_env("device") or "auto", "MURMURA_DEVICE")
-    claim = options.claim(told, "MURMURA_TRANSPORT", backend, None)
+    device_kind = parse(DistributedBackend, setting_from_env("device") or "auto", "MURMURA_DEVICE")
+    claim = options.claim(told, "MURMURA_TRANSPORT", device_kind, None)
     is_auto = claim.transport is TransportKind.AUTO
     if user.world_size == 1 and (is_auto or claim.transport is TransportKind.IN_PROCESS):
         log_choice(choose([claim], (0,)), 0, 1, f"nobody: {user.words} has no other rank")
@@ -270,7 +270,7 @@ def _connect_by_group(user: UserGroup, options: _Options) -> Transport:
     if is_auto and (store is None or name not in ("gloo", "nccl", "murmura", "")):
         kind: type[ForeignGroupTransport] = FakeGroupTransport if name == "fake" else ForeignGroupTransport
         log.info("rank %d of %d runs on %s, as its backend is %r.", user.rank, user.world_size, user.words, name)
-        return kind(user, options.device_or(backend), check=options.check, timeout=timeout)
+        return kind(user, options.device_or(device_kind), check=options.check, timeout=timeout)
     if store is None:
         raise ConfigError(
             f"{user.words} ({name}) has no store, so its ranks cannot meet for transport='{claim.transport}'. Leave "
@@ -285,6 +285,6 @@ def _connect_by_group(user: UserGroup, options: _Options) -> Transport:
         timeout=timeout,
         secret=setting_from_env("secret") or "",
         check=options.check,
-        gpu=options.gpu(backend, None),
+        gpu=options.gpu(device_kind, None),
         group=user,
     ).choose_and_join(claim)

@@ -252,7 +252,7 @@ class InProcessTransport(Transport):
             waiting = [src for _, src in left]
             for message, dst in outbox:
                 if message.refusal:
-                    calls = {rank: self._told("send(dst={})", dst, message.tensor), dst: message.refusal}
+                    calls = {rank: self._describe_call("send(dst={})", dst, message.tensor), dst: message.refusal}
                     raise self.reporter.mismatch(self.operation, calls)
                 if not message.taken:
                     waiting.append(dst)
@@ -274,15 +274,15 @@ class InProcessTransport(Transport):
     def _take(self, message: _Message, out: Tensor, src: int) -> None:
         sent, wanted = describe(message.tensor), describe(out)
         if sent != wanted:
-            message.refusal = self._told("recv(src={})", src, out)
-            calls = {src: self._told("send(dst={})", self.rank, message.tensor), self.rank: message.refusal}
+            message.refusal = self._describe_call("recv(src={})", src, out)
+            calls = {src: self._describe_call("send(dst={})", self.rank, message.tensor), self.rank: message.refusal}
             raise self.reporter.mismatch(self.operation, calls)
         out.copy_(message.tensor)
         message.taken = True
         self._state.answer(src, self.rank)
         self._state.changed.notify_all()
 
-    def _told(self, call: str, peer: int, tensor: Tensor) -> str:
+    def _describe_call(self, call: str, peer: int, tensor: Tensor) -> str:
         return f"{call.format(self.reporter.world_rank(peer))} of {describe(tensor)}"
 
     # Waiting

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from murmura.errors import PeerLost, TransportError
-from murmura.transports import group_messages, profiling
+from murmura.transports import group_operations, profiling
 from murmura.transports.base import Transport
 from murmura.transports.checks import Tensors, describe_call
 from murmura.transports.cuda_launches import LEFT_SECONDS, CudaLaunches, Launch
@@ -105,12 +105,12 @@ class LaunchingTransport(Transport):
         self.run_in_turn("all_reduce", lambda: self.all_reduce_flat(flat, flat, op, call, None))
 
     def do_all_to_all(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], timeout: float | None) -> None:
-        if self.launches is None or not all(map(group_messages.is_raw_on_cuda, (*sends, *recvs))):
+        if self.launches is None or not all(map(group_operations.is_raw_on_cuda, (*sends, *recvs))):
             super().do_all_to_all(sends, recvs, timeout)
             return
         self.compare_calls("all_to_all()", timeout)
-        options = self._limited(group_messages.all_to_all_options(), None)
-        outgoing, incoming = ([group_messages.raw(each) for each in tensors] for tensors in (sends, recvs))
+        options = self._limited(group_operations.all_to_all_options(), None)
+        outgoing, incoming = ([group_operations.raw(each) for each in tensors] for tensors in (sends, recvs))
         self._await(lambda limit: self._group.alltoall(incoming, outgoing, options), timeout)
 
     def all_gather_flat(self, parts: Sequence[Tensor], own: Tensor, call: str, timeout: float | None) -> None:
@@ -118,10 +118,10 @@ class LaunchingTransport(Transport):
             super().all_gather_flat(parts, own, call, timeout)
             return
         self.compare_calls(call, timeout)
-        options = self._limited(group_messages.all_gather_options(), None)
-        whole = group_messages.side_by_side(parts)
+        options = self._limited(group_operations.all_gather_options(), None)
+        whole = group_operations.side_by_side(parts)
         target = own.new_empty(own.numel() * len(parts)) if whole is None else whole
-        pair = group_messages.raw(target), group_messages.raw(own)
+        pair = group_operations.raw(target), group_operations.raw(own)
         self._await(lambda limit: self._group._allgather_base(*pair, options), timeout)
         if whole is None:
             for part, came in zip(parts, target.chunk(len(parts)), strict=True):

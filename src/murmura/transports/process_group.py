@@ -19,7 +19,7 @@ from torch import Tensor
 from murmura.collectives.deadline import Deadline
 from murmura.collectives.reduction import BITWISE
 from murmura.errors import ConfigError, PeerTimeout, RendezvousError, TransportError, UsageError
-from murmura.transports import agreement, group_messages
+from murmura.transports import agreement, group_operations
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.challenge import prove_to_each_other
 from murmura.transports.checks import Check, check_timeout, describe_exchange, flatten
@@ -236,7 +236,7 @@ class ProcessGroupTransport(LaunchingTransport):
     def all_reduce_flat(
         self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None
     ) -> None:
-        if flat_out.dtype not in group_messages.NATIVE_DTYPES or (self._on_cuda and op in BITWISE):
+        if flat_out.dtype not in group_operations.NATIVE_DTYPES or (self._on_cuda and op in BITWISE):
             super().all_reduce_flat(flat_in, flat_out, op, call, timeout)
             return
         self.compare_calls(call, timeout)
@@ -245,11 +245,11 @@ class ProcessGroupTransport(LaunchingTransport):
         # The sum may exceed the range of float16 where the mean does not.
         total = flat_out.float() if op is ReduceOp.MEAN and flat_out.dtype is torch.float16 else flat_out
         options = dist.AllreduceOptions()
-        options.reduceOp = group_messages.OPS[op]
+        options.reduceOp = group_operations.OPS[op]
         # NCCL multiplies by 1 / n and adds: the bits of a sum that is divided, where n is a power of two.
         is_mean_native = self._on_cuda and op is ReduceOp.MEAN and self.world_size & (self.world_size - 1) == 0
         if is_mean_native:
-            options.reduceOp = group_messages.MEAN
+            options.reduceOp = group_operations.MEAN
         self._await(lambda limit: self._group.allreduce([total], self._limited(options, limit)), timeout)
         if op is ReduceOp.MEAN and not is_mean_native:
             total.div_(self.world_size)
@@ -310,7 +310,7 @@ class ProcessGroupTransport(LaunchingTransport):
         if self._on_cuda:
             self._group.abort()
             return
-        group_messages.close_connections(self._group, self._peers)
+        group_operations.close_connections(self._group, self._peers)
 
     def move(self, sends: Pairs, recvs: Pairs, timeout: float) -> None:
         """Exchange flat tensors as bytes; receives are posted first (on Gloo that is twice as fast)."""
@@ -318,7 +318,7 @@ class ProcessGroupTransport(LaunchingTransport):
             return
 
         device = self.device if self._on_cuda else None
-        self._await(lambda limit: group_messages.start(self._group, device, sends, recvs), timeout)
+        self._await(lambda limit: group_operations.start(self._group, device, sends, recvs), timeout)
 
     def _exchange_checked(self, outgoing: Pairs, incoming: Pairs, sends: Pairs, recvs: Pairs, timeout: float) -> None:
         deadline = Deadline(timeout)
@@ -337,7 +337,7 @@ class ProcessGroupTransport(LaunchingTransport):
             return
         deadline = Deadline(self.seconds(timeout))
         with self._translated(deadline):
-            yield from group_messages.stream(
+            yield from group_operations.stream(
                 self._group, lambda work: _wait(work, deadline), outgoing, dst, incoming, src
             )
 
@@ -375,14 +375,16 @@ class ProcessGroupTransport(LaunchingTransport):
 
     def explain_delay(self, launch: Launch, waited: float) -> BaseException:
         late = TimeoutError(f"timed out after {launch.timeout:.1f} s.")
-        return self._told(late, launch.operation, launch.call, launch.awaited, waited)
+        return self._explain_call(late, launch.operation, launch.call, launch.awaited, waited)
 
     def _explain(self, error: Exception, waited: float) -> Exception:
         """Translate an error of the group into one of ours."""
         operation = self.operation if self.launches is None else self.launches.named(self.operation)
-        return self._told(error, operation or "an operation", self._call, self._awaited, waited)
+        return self._explain_call(error, operation or "an operation", self._call, self._awaited, waited)
 
-    def _told(self, error: Exception, operation: str, call: str, awaited: Sequence[int], waited: float) -> Exception:
+    def _explain_call(
+        self, error: Exception, operation: str, call: str, awaited: Sequence[int], waited: float
+    ) -> Exception:
         timed_out = is_timeout(error)
         if self._failure_log is None:
             return (PeerTimeout if timed_out else TransportError)(

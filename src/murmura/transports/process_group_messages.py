@@ -136,7 +136,7 @@ class ProcessGroupMessages(TaggedMessages):
                 self._streams.post(_Stream(True, dst, tag), _Posted(work, copy))
         except RuntimeError as error:  # the connection is broken
             operation = f"send(dst={self.channel.reporter.world_rank(dst)})"
-            raise self.channel._told(error, operation, operation, [dst], 0.0) from error
+            raise self.channel._explain_call(error, operation, operation, [dst], 0.0) from error
         return SentMessage(self.rank)
 
     def post_recv(self, receive: Receive) -> Message:
@@ -221,4 +221,4 @@ class _Received(Message):
             return channel.reporter.closed(operation)
         fault = self._receive.error or TimeoutError(f"timed out after {deadline.timeout:.1f} s.")
         assert isinstance(fault, Exception)
-        return channel._told(fault, operation, operation, self._awaited, waited)
+        return channel._explain_call(fault, operation, operation, self._awaited, waited)

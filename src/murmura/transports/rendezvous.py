@@ -141,7 +141,7 @@ class Roster:
     store: Store
     world_ranks: tuple[int, ...]  # what the ranks are called in the world that this is a part of
     token: str  # of this rendezvous alone
-    cards: tuple[str, ...]  # what each rank said of itself
+    claims: tuple[str, ...]  # what each rank said of itself
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class _Entry:
     host: str
     pid_namespace: str
     pid: int
-    card: str = ""
+    claim: str = ""
 
     def to_bytes(self) -> bytes:
         return json.dumps(astuple(self)).encode()
@@ -173,16 +173,16 @@ def sign_in(
     timeout: float,
     reporter: Reporter | None = None,
     watch: Watch = nobody,
-    card: str = "",
+    claim: str = "",
 ) -> Roster:
     """Say that this rank is here and wait for all others; `RendezvousError` names those that do not come.
 
     Rank 0 opens a rendezvous under a token that nobody has used, the others answer it, and rank 0 publishes who came.
     An answer holds a number that only its rank knows, so nothing that an earlier rendezvous left in the store is taken
-    for this one. `watch` tells of ranks that cannot come any more. `card` is told to all ranks.
+    for this one. `watch` tells of ranks that cannot come any more. `claim` is told to all ranks.
     """
     reporter = reporter or Reporter(rank, range(world_size))
-    rendezvous = _Rendezvous(store, rank, world_size, timeout, reporter, watch, card)
+    rendezvous = _Rendezvous(store, rank, world_size, timeout, reporter, watch, claim)
     try:
         with contextlib.closing(rendezvous.liveness):
             token, entries = rendezvous.hold() if rank == 0 else rendezvous.attend()
@@ -195,17 +195,17 @@ def sign_in(
     own = entries[rank].pid_namespace
     pids = {each: entry.pid for each, entry in enumerate(entries) if entry.pid_namespace == own and each != rank}
     hosts = tuple(number_hosts([entry.host for entry in entries]))
-    cards = tuple(entry.card for entry in entries)
-    return Roster(rank, hosts, pids, under(store, token), reporter.world_ranks, token, cards)
+    claims = tuple(entry.claim for entry in entries)
+    return Roster(rank, hosts, pids, under(store, token), reporter.world_ranks, token, claims)
 
 
 class _Rendezvous:
     def __init__(
-        self, store: Store, rank: int, world_size: int, timeout: float, reporter: Reporter, watch: Watch, card: str
+        self, store: Store, rank: int, world_size: int, timeout: float, reporter: Reporter, watch: Watch, claim: str
     ) -> None:
         self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
         self._reporter, self._watch = reporter, watch
-        self._own = _Entry("", secrets.token_hex(8), host_identity(), pid_namespace(), os.getpid(), card)
+        self._own = _Entry("", secrets.token_hex(8), host_identity(), pid_namespace(), os.getpid(), claim)
         self._unreadable: dict[str, float] = {}  # since when, by key
         self._looked = 0.0
         self.liveness = Liveness({})

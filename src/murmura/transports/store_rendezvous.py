@@ -32,7 +32,7 @@ class StoreRendezvous:
         where: says in words where the ranks meet.
         secret: signs what the ranks write, unless it is empty.
         gpu: the number of the GPU that this rank uses, if it uses one.
-        between: the backend between hosts of a hierarchical transport.
+        between: the transport between hosts of a hierarchical transport.
         group: the user's process group, if one brought the ranks together.
         watch: tells of ranks that cannot come any more.
     """
@@ -53,8 +53,8 @@ class StoreRendezvous:
     def choose_and_join(self, claim: Claim) -> Transport:
         """Sign in, choose with the others, and join what was chosen."""
         job = self._job()
-        roster = sign_in(job, self.rank, self.world_size, self.timeout, watch=self.watch, card=claim.to_text())
-        claims = [Claim.from_text(card, rank) for rank, card in enumerate(roster.cards)]
+        roster = sign_in(job, self.rank, self.world_size, self.timeout, watch=self.watch, claim=claim.to_text())
+        claims = [Claim.from_text(text, rank) for rank, text in enumerate(roster.claims)]
         backend = None if self.group is None else self.group.backend_name(claim.device)
         choice = choose(claims, roster.hosts, group=backend)
         if choice.kind is TransportKind.SHARED_MEMORY:

@@ -14,13 +14,13 @@ from oracles.algorithms.peers import shift_one
 from oracles.algorithms.simulation import Feedback, Lossy, Replicas, Rule, lossy_mean, mean
 
 
-def gossip(replicas: Replicas, flats: Sequence[Tensor], mode: str, meeting: int, hierarchical: bool) -> list[Tensor]:
+def gossip(replicas: Replicas, flats: Sequence[Tensor], mode: str, number: int, hierarchical: bool) -> list[Tensor]:
     """What each rank holds after one exchange; `mode` is "all" or "shift_one"."""
     teams = replicas.teams(hierarchical)
     sizes = [len(team) for team in teams]
     means = [mean([flats[rank] for rank in team]) for team in teams]
     result: list[Tensor] = [torch.empty(0)] * replicas.size
-    peers = shift_one(len(teams), meeting)
+    peers = shift_one(len(teams), number)
     for index, team in enumerate(teams):
         if mode == "all":
             new = mean(means, sizes)
@@ -44,7 +44,7 @@ class Decentralized(Rule):
         self.mode, self.interval, self.hierarchical = mode, interval, hierarchical
 
     def start(self, replicas: Replicas) -> None:
-        self.num_meetings = 0
+        self.num_exchanges = 0
         self.snapshots: list[Tensor] | None = None
 
     def before_forward(self, replicas: Replicas) -> None:
@@ -53,8 +53,8 @@ class Decentralized(Rule):
     def before_step(self, replicas: Replicas) -> None:
         if self.snapshots is None:
             return
-        mixed = gossip(replicas, self.snapshots, self.mode, self.num_meetings, self.hierarchical)
-        self.num_meetings += 1
+        mixed = gossip(replicas, self.snapshots, self.mode, self.num_exchanges, self.hierarchical)
+        self.num_exchanges += 1
         news = [now - before for now, before in zip(replicas.flats(), self.snapshots, strict=True)]
         for each in news:
             each[: replicas.num_parameters()] = 0

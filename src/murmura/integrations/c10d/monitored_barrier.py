@@ -34,10 +34,10 @@ def monitored_barrier(
         _await_all(messages, reporter, tag, seconds, wait_all_ranks)
     else:
         messages.isend(torch.zeros(1), 0, tag)
-        verdict = torch.zeros(1 + messages.world_size)
+        answer = torch.zeros(1 + messages.world_size)
         began = time.monotonic()
         try:
-            messages.irecv(verdict, 0, tag).wait(seconds)
+            messages.irecv(answer, 0, tag).wait(seconds)
         except (MurmuraError, RuntimeError) as error:
             raise GroupPeerTimeout(
                 f"{_reached(reporter)} ({time.monotonic() - began:.1f} s). Please check rank {reporter.world_rank(0)} "
@@ -46,7 +46,7 @@ def monitored_barrier(
                 peer=reporter.world_rank(0),
                 operation="monitored_barrier",
             ) from error
-        missing = [rank for rank in range(messages.world_size) if verdict[1 + rank]]
+        missing = [rank for rank in range(messages.world_size) if answer[1 + rank]]
         if missing:
             raise _named(reporter, missing, seconds, f"{_reached(reporter)}: ")
 
@@ -59,12 +59,12 @@ def _await_all(messages: TaggedMessages, reporter: Reporter, tag: int, seconds: 
         time.sleep(PAUSE_SECONDS)
     missing = [peer for peer, each in awaited.items() if each.source < 0]  # some may have failed
     named = missing if wait_all_ranks else missing[:1]
-    verdict = torch.zeros(1 + messages.world_size)
+    answer = torch.zeros(1 + messages.world_size)
     for peer in named:
-        verdict[1 + peer] = 1.0
+        answer[1 + peer] = 1.0
     for peer in awaited:
         with contextlib.suppress(MurmuraError):  # if it is gone
-            messages.isend(verdict, peer, tag)
+            messages.isend(answer, peer, tag)
     if named:
         raise _named(reporter, named, seconds)
 

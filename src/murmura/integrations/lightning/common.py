@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,11 @@ from murmura.ddp.round import Phase
 from murmura.errors import ConfigError
 from murmura.transports.shared_memory import futex
 
+if TYPE_CHECKING:
+    from lightning.fabric.strategies import DDPStrategy as Strategy
+else:
+    Strategy = object  # the strategies of the Trainer and of Fabric have no base in common that has these collectives
+
 log = logging.getLogger("murmura")
 
 REFUSED = {
@@ -24,6 +30,36 @@ REFUSED = {
     "process_group": "the ranks are those of Lightning's default process group.",
     "device_mesh": "the ranks are those of Lightning's default process group.",
 }
+
+
+class AnnouncedCollectives(Strategy):
+    """Before a collective of Lightning's, exchanges that other ranks may wait for are done."""
+
+    @abstractmethod
+    def ddps(self) -> list[DDP]:
+        """The wrappers of the modules."""
+
+    def announce(self) -> None:
+        """Other ranks may wait for an exchange that a step, skipped on this rank, has left undone: do it now."""
+        for ddp in self.ddps():
+            if not ddp.transport.closed and not ddp.transport.failed:
+                ddp.transport.announce()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks."""
+        self.announce()
+        super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What rank `src` passes."""
+        self.announce()
+        return super().broadcast(obj, src)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The tensors of all ranks, stacked."""
+        self.announce()
+        gathered: Tensor = super().all_gather(tensor, group, sync_grads)
+        return gathered
 
 
 def check_arguments(strategy: str, algorithm: Any, options: Mapping[str, Any]) -> None:

@@ -10,17 +10,17 @@ from typing import Any
 
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from torch import Tensor, nn
+from torch import nn
 
 from murmura.algorithms import Algorithm
 from murmura.ddp import DDP
 from murmura.errors import CheckpointError, UsageError
 from murmura.integrations.lightning import own_files
-from murmura.integrations.lightning.common import check_arguments, default_backend, reduced
+from murmura.integrations.lightning.common import AnnouncedCollectives, check_arguments, default_backend, reduced
 from murmura.integrations.replica_state import mean_state_dict, replicas_differ
 
 
-class MurmuraFabricStrategy(DDPStrategy):
+class MurmuraFabricStrategy(AnnouncedCollectives, DDPStrategy):
     """Keeps the replicas of every module that `fabric.setup` gets together by `algorithm`.
 
     Args:
@@ -57,31 +57,13 @@ class MurmuraFabricStrategy(DDPStrategy):
 
     # Collectives of Fabric's
 
-    def _announce(self) -> None:
-        """Other ranks may wait for an exchange that a step, skipped on this rank, has left undone: do it now."""
-        for ddp in self._ddps:
-            if not ddp.transport.closed and not ddp.transport.failed:
-                ddp.transport.announce()
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks."""
-        self._announce()
-        super().barrier(*args, **kwargs)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What rank `src` passes."""
-        self._announce()
-        return super().broadcast(obj, src)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all ranks, stacked."""
-        self._announce()
-        gathered: Tensor = super().all_gather(tensor, group, sync_grads)
-        return gathered
+    def ddps(self) -> list[DDP]:
+        """The wrappers of all modules."""
+        return self._ddps
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean, or another reduction, over the ranks, in place."""
-        self._announce()
+        self.announce()
         return reduced(super().all_reduce, tensor, group, reduce_op)
 
     # Checkpoints
@@ -107,7 +89,7 @@ class MurmuraFabricStrategy(DDPStrategy):
         if not ddps:
             super().save_checkpoint(path, state, storage_options, filter)
             return
-        self._announce()
+        self.announce()
         algorithms = {name: ddp.algorithm_state_dict() for name, ddp in ddps.items()}
         different = [name for name, ddp in ddps.items() if replicas_differ(ddp)]
         own = self._convert_stateful_objects_in_state(state, filter=filter or {})

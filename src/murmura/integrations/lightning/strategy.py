@@ -19,6 +19,7 @@ from murmura.algorithms import Algorithm
 from murmura.ddp import DDP
 from murmura.integrations.lightning import callbacks, own_files
 from murmura.integrations.lightning.common import (
+    AnnouncedCollectives,
     algorithm_state,
     check_arguments,
     copied,
@@ -31,7 +32,7 @@ from murmura.integrations.replica_state import replicas_differ
 STATES = ("state_dict", "current_model_state")  # of the model in a checkpoint; the latter with averaged weights
 
 
-class MurmuraStrategy(DDPStrategy):
+class MurmuraStrategy(AnnouncedCollectives, DDPStrategy):
     """Keeps the replicas of a LightningModule together by `algorithm`.
 
     Args:
@@ -140,26 +141,9 @@ class MurmuraStrategy(DDPStrategy):
 
     # Collectives of Lightning's
 
-    def announce(self) -> None:
-        """Other ranks may wait for an exchange that a step, skipped on this rank, has left undone: do it now."""
-        if self._ddp is not None and not self._ddp.transport.failed:
-            self._ddp.transport.announce()
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks."""
-        self.announce()
-        super().barrier(*args, **kwargs)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What rank `src` passes."""
-        self.announce()
-        return super().broadcast(obj, src)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all ranks, stacked."""
-        self.announce()
-        gathered: Tensor = super().all_gather(tensor, group, sync_grads)
-        return gathered
+    def ddps(self) -> list[DDP]:
+        """The wrapper of the module, during a fit."""
+        return [] if self._ddp is None else [self._ddp]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean, or another reduction, over the ranks, in place."""

@@ -9,7 +9,7 @@ models              by name: about, parameters, parameter_tensors
 steps               one row for each number of ranks, model and contestant:
     model, ranks, contestant
     milliseconds    of one step that begins when all is idle, until the GPU is done: the median of the slowest rank, or
-                    the mean for algorithms that communicate in every 20th step, over whole periods
+                    the mean for algorithms that do not communicate in every step, over whole periods
     host_milliseconds  until the host is free: forward, backward and step have returned
     loop_milliseconds  of one step of many in a row
     extra_mib       GPU memory of a rank at the peak, beyond the bare module's
@@ -34,8 +34,7 @@ import torch.distributed as dist
 from torch import nn
 
 from murmura import DDP, Cast, GradientAllReduceAlgorithm, Transport
-from murmura.algorithms import algorithm_named
-from murmura.algorithms.names import LOCAL_STEPS
+from murmura.algorithms import Algorithm, algorithm_named
 from murmura.tools.bench.cuda_models import CUDA_MODELS, CudaModel
 from murmura.tools.bench.harness import Report, load
 from murmura.tools.one_gpu import LABEL, OneGPU
@@ -43,7 +42,6 @@ from murmura.tools.options import check_seconds, raise_faults
 from murmura.tools.progress import Progress, Tell, silent
 
 BARE, TORCH, TORCH_BF16, MURMURA, CAST = "bare", "torch-ddp", "torch-ddp-bf16", "murmura", "cast-bf16"
-PERIODIC = ("async", "local_sgd", "diloco")  # they communicate in every `LOCAL_STEPS`-th step
 WARM_STEPS = 5
 MIN_STEPS, MAX_STEPS = 5, 200
 WAIT_SECONDS = 120.0
@@ -192,7 +190,7 @@ def _measure(transport: Transport, recipe: CudaModel, name: str, seconds: float,
     torch.cuda.reset_peak_memory_stats()
     whole: list[float] = []
     host: list[float] = []
-    number = MAX_STEPS
+    number, period = MAX_STEPS, _algorithm(name).period
     while len(whole) < number:
         torch.cuda.synchronize()
         transport.barrier()
@@ -203,8 +201,7 @@ def _measure(transport: Transport, recipe: CudaModel, name: str, seconds: float,
         whole.append(time.perf_counter() - began)
         if len(whole) == MIN_STEPS:
             number = _count(transport, seconds / 2, statistics.median(whole))
-            if name in PERIODIC:
-                number = -(-number // LOCAL_STEPS) * LOCAL_STEPS
+            number = -(-number // period) * period
     torch.cuda.synchronize()
     transport.barrier()
     began = time.perf_counter()
@@ -214,7 +211,7 @@ def _measure(transport: Transport, recipe: CudaModel, name: str, seconds: float,
     loop = (time.perf_counter() - began) / number
     memory = (torch.cuda.max_memory_allocated() - base) / 2**20
     close()
-    middle = statistics.fmean if name in PERIODIC else statistics.median
+    middle = statistics.fmean if period > 1 else statistics.median
     return [middle(whole), middle(host), loop, memory]
 
 
@@ -236,11 +233,15 @@ def _wrapped(transport: Transport, module: nn.Module, name: str, folder: str) ->
 
             ddp.register_comm_hook(None, bf16_compress_hook)
         return ddp, _nothing
-    if name == CAST:
-        own = DDP(module, transport, algorithm=GradientAllReduceAlgorithm(compressor=Cast(torch.bfloat16)))
-    else:
-        own = DDP(module, transport, algorithm=None if name == MURMURA else algorithm_named(name))
+    own = DDP(module, transport, algorithm=_algorithm(name))
     return own, own.close
+
+
+def _algorithm(name: str) -> Algorithm:
+    """The algorithm of a contestant; those that are not murmura communicate as plain gradient all-reduce does."""
+    if name in (BARE, TORCH, TORCH_BF16, MURMURA):
+        return GradientAllReduceAlgorithm()
+    return GradientAllReduceAlgorithm(compressor=Cast(torch.bfloat16)) if name == CAST else algorithm_named(name)
 
 
 @functools.cache

@@ -28,9 +28,9 @@ from murmura.transports.watched_store import Watch, nobody
 GREET_SECONDS = 5.0  # for a client to say who it is
 LOOK_SECONDS = 0.1  # between two looks whether somebody can still come
 DEATH_SECONDS = 0.2  # between the end of a process's connections and that of itself
-VERDICT_SECONDS = 1.0  # after its own deadline, for rank 0 to say who is missing
+ANSWER_SECONDS = 1.0  # after its own deadline, for rank 0 to say who is missing
 MAX_RANKS = 250  # a message carries at most 253 file descriptors
-MAX_BYTES = 2**17  # of a message, which may hold the cards of all ranks
+MAX_BYTES = 2**17  # of a message, which may hold the claims of all ranks
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Handles:
     segment_fd: int
     life_fds: tuple[int, ...]
     own_life: int  # to be kept open as long as this rank lives; -1 if there is no need
-    cards: tuple[str, ...]  # what each rank said of itself
+    claims: tuple[str, ...]  # what each rank said of itself
 
     def close(self) -> None:
         for fd in (self.segment_fd, *self.life_fds, self.own_life):
@@ -62,41 +62,41 @@ def meet(
     *,
     secret: str = "",
     watch: Watch = nobody,
-    card: str = "",
+    claim: str = "",
 ) -> Handles:
     """Meet the other ranks of the job `key`; rank 0 brings the segment. Raises `RendezvousError` at the deadline.
 
-    All must know the same `secret`. `watch` tells of ranks that cannot come any more. `card` is told to all ranks.
+    All must know the same `secret`. `watch` tells of ranks that cannot come any more. `claim` is told to all ranks.
     """
     deadline = time.monotonic() + timeout
     life_fd, own_life = open_life_fd()
     try:
         if rank == 0:
             assert segment_fd is not None
-            server = _Server(world_size, secret, card)
-            fds, cards = server.serve(key, segment_fd, life_fd, deadline, timeout, watch)
+            server = _Server(world_size, secret, claim)
+            fds, claims = server.serve(key, segment_fd, life_fd, deadline, timeout, watch)
         else:
-            fds, cards = _join_server(key, secret, rank, world_size, card, life_fd, deadline, timeout, watch)
+            fds, claims = _join_server(key, secret, rank, world_size, claim, life_fd, deadline, timeout, watch)
     except BaseException:
         if own_life >= 0:
             os.close(own_life)
         raise
     finally:
         os.close(life_fd)
-    return Handles(fds[0], tuple(fds[1:]), own_life, tuple(cards))
+    return Handles(fds[0], tuple(fds[1:]), own_life, tuple(claims))
 
 
 def sign_in(
-    key: str, rank: int, world_size: int, card: str, timeout: float, *, secret: str = "", watch: Watch = nobody
+    key: str, rank: int, world_size: int, claim: str, timeout: float, *, secret: str = "", watch: Watch = nobody
 ) -> tuple[str, ...]:
-    """Meet the other ranks of the job `key` only to hear the cards of all, in rank order."""
+    """Meet the other ranks of the job `key` only to hear the claims of all, in rank order."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     try:
-        met = meet(key, rank, world_size, nothing, timeout, secret=secret, watch=watch, card=card)
+        met = meet(key, rank, world_size, nothing, timeout, secret=secret, watch=watch, claim=claim)
     finally:
         os.close(nothing)
     met.close()
-    return met.cards
+    return met.claims
 
 
 @dataclass
@@ -108,7 +108,7 @@ class _Client:
     rank: int = -1
     life_fd: int = -1
     nonce: str = ""  # what it was asked to prove
-    card: str = ""
+    claim: str = ""
 
     def close(self) -> None:
         self.connection.close()
@@ -120,10 +120,10 @@ class _Client:
 class _Server:
     """Rank 0's side: it serves all clients at once, so that a silent one delays nobody."""
 
-    def __init__(self, world_size: int, secret: str, card: str) -> None:
+    def __init__(self, world_size: int, secret: str, claim: str) -> None:
         self._world_size = world_size
         self._secret = secret
-        self._card = card
+        self._claim = claim
         self._waiting: dict[socket.socket, _Client] = {}
         self._joined: dict[int, _Client] = {}
         self._refused: list[str] = []
@@ -131,7 +131,7 @@ class _Server:
     def serve(
         self, key: str, segment_fd: int, life_fd: int, deadline: float, timeout: float, watch: Watch
     ) -> tuple[list[int], list[str]]:
-        """Serve until all ranks have joined; return the segment's descriptor, all life descriptors, and all cards."""
+        """Serve until all ranks have joined; return the segment's descriptor, all life descriptors, and all claims."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, contextlib.closing(self):
             _bind(listener, socket_address(key))
             listener.listen(self._world_size)
@@ -146,10 +146,10 @@ class _Server:
                     raise self._missing(timeout)
                 self._serve_once(listener, deadline)
             fds = [segment_fd, life_fd, *(self._joined[rank].life_fd for rank in range(1, self._world_size))]
-            cards = [self._card, *(self._joined[rank].card for rank in range(1, self._world_size))]
+            claims = [self._claim, *(self._joined[rank].claim for rank in range(1, self._world_size))]
             for client in self._joined.values():
-                _send(client.connection, {"world_size": self._world_size, "cards": cards}, fds)
-            return [os.dup(fd) for fd in fds], cards
+                _send(client.connection, {"world_size": self._world_size, "claims": claims}, fds)
+            return [os.dup(fd) for fd in fds], claims
 
     def _serve_once(self, listener: socket.socket, deadline: float) -> None:
         """Accept and read what arrives within LOOK_SECONDS."""
@@ -191,7 +191,7 @@ class _Server:
             self._refuse(client, fault)
             return
         client.rank, client.life_fd, client.nonce = int(str(message["rank"])), fds[0], secrets.token_hex(16)
-        client.card = str(message.get("card", ""))
+        client.claim = str(message.get("claim", ""))
         proof = _proof(self._secret, "server", str(message["nonce"]), 0)
         _send(client.connection, {"nonce": client.nonce, "proof": proof})
 
@@ -257,7 +257,7 @@ def _join_server(
     secret: str,
     rank: int,
     world_size: int,
-    card: str,
+    claim: str,
     life_fd: int,
     deadline: float,
     timeout: float,
@@ -301,8 +301,8 @@ def _join_server(
                 "Choose another job_id, and tell whoever runs this machine."
             )
         nonce = secrets.token_hex(16)
-        _send(server, {"rank": rank, "world_size": world_size, "nonce": nonce, "card": card}, [life_fd])
-        heard = answer(deadline + VERDICT_SECONDS)
+        _send(server, {"rank": rank, "world_size": world_size, "nonce": nonce, "claim": claim}, [life_fd])
+        heard = answer(deadline + ANSWER_SECONDS)
         if heard is not None and "nonce" in heard[0]:
             if not _is_proof(heard[0].get("proof"), secret, "server", nonce, 0):
                 raise RendezvousError(
@@ -311,7 +311,7 @@ def _join_server(
                     (0,),
                 )
             _send(server, {"proof": _proof(secret, "client", str(heard[0]["nonce"]), rank)})
-            heard = answer(deadline + VERDICT_SECONDS)
+            heard = answer(deadline + ANSWER_SECONDS)
         if heard is None:
             raise give_up("for the other ranks to come to rank 0. Its own error names those that did not.")
         message, fds = heard
@@ -320,14 +320,14 @@ def _join_server(
         raise RendezvousError(f"rank {rank} {message['story']}", tuple(missing) if isinstance(missing, list) else ())
     if "refused" in message:
         raise RendezvousError(f"rank {rank} was refused by rank 0: {message['refused']}")
-    cards = message.get("cards")
-    if len(fds) != world_size + 1 or not isinstance(cards, list) or len(cards) != world_size:
+    claims = message.get("claims")
+    if len(fds) != world_size + 1 or not isinstance(claims, list) or len(claims) != world_size:
         for fd in fds:
             os.close(fd)
         raise RendezvousError(
             f"rank {rank} lost rank 0 while the world was being set up. Rank 0's own error says why.", (0,)
         )
-    return fds, [str(each) for each in cards]
+    return fds, [str(each) for each in claims]
 
 
 def _proof(secret: str, role: str, nonce: str, rank: int) -> str:
