@@ -511,4 +511,5 @@ def test_what_a_model_plans_by_is_that_of_the_transport_inside(monkeypatch: pyte
     traced = TracedTransport(inner)
     assert not traced.has_spare_core()
     assert traced.device == torch.device("cpu")
+    assert ThrottledTransport(inner, "1gbit").has_spare_core()  # whoever waits for a slow link computes meanwhile
     traced.close()

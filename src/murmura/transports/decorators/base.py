@@ -69,9 +69,6 @@ class TransportWrapper(Transport):
         self._ended.set()
         self.inner.close()
 
-    def has_spare_core(self) -> bool:
-        return self.inner.has_spare_core()
-
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         return self.inner.allocate(numel, dtype, device)
 
@@ -82,6 +79,9 @@ class TransportDecorator(TransportWrapper):
     def __init__(self, transport: Transport) -> None:
         super().__init__(transport)
         self.device = transport.device  # buckets are planned by it
+
+    def has_spare_core(self) -> bool:
+        return self.inner.has_spare_core()
 
     @abstractmethod
     def around(self, name: str, sent: Tensors, received: Tensors, work: Callable[[], Any]) -> Any:

@@ -244,9 +244,23 @@ class SharedMemoryTransport(Transport):
             return False
         if self._listeners.members:
             self.announce()
-        all_reduce, source, result = prepared
+        small, source, result = prepared
         with executor.lock:
-            self._run_prepared(all_reduce, source, result, timeout)
+            if self.failure is not None or self.closed:
+                self.check_usable(f"all_reduce #{self._num_collectives + 1}")
+            try:
+                number = self._num_collectives = self._num_collectives + 1
+                outcome = small.run(number, source, result)
+                if outcome is not Outcome.DONE:
+                    session = self._begin(timeout, f"all_reduce #{number}")
+                    if outcome is Outcome.ALONE:
+                        session.await_entry()
+                        outcome = small.finish(number, result)
+                    if outcome is Outcome.DISAGREED:
+                        session.disagree(small.call)
+            except BaseException as error:
+                self.abort(error)
+                raise
         return True
 
     def _prepare(self, tensor: Tensor, op: ReduceOp) -> None:
@@ -260,23 +274,6 @@ class SharedMemoryTransport(Transport):
                 self._control, tensor, op, describe_call("all_reduce", op, tensor)
             )
         self._prepared[tensor.data_ptr(), *kind] = (prepared, *prepared.views(tensor))
-
-    def _run_prepared(self, prepared: SmallAllReduce, source: memoryview, result: Any, timeout: float | None) -> None:
-        if self.failure is not None or self.closed:
-            self.check_usable(f"all_reduce #{self._num_collectives + 1}")
-        try:
-            number = self._num_collectives = self._num_collectives + 1
-            outcome = prepared.run(number, source, result)
-            if outcome is not Outcome.DONE:
-                session = self._begin(timeout, f"all_reduce #{number}")
-                if outcome is Outcome.ALONE:
-                    session.await_entry()
-                    outcome = prepared.finish(number, result)
-                if outcome is Outcome.DISAGREED:
-                    session.disagree(prepared.call)
-        except BaseException as error:
-            self.abort(error)
-            raise
 
     def all_reduce_flat(
         self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None
