@@ -52,11 +52,11 @@ class LaunchingTransport(Transport):
     _group: Any
 
     @abstractmethod
-    def _await(self, start: Callable[[timedelta | None], Any], timeout: float | None) -> None:
+    def await_works(self, start: Callable[[timedelta | None], Any], timeout: float | None) -> None:
         """Start works of the group and wait for all of them, or launch them."""
 
     @abstractmethod
-    def _break_off(self) -> None:
+    def end_group_waits(self) -> None:
         """End what waits in a group of our own; a group that was handed over may be in use elsewhere."""
 
     def run_operation(
@@ -111,7 +111,7 @@ class LaunchingTransport(Transport):
         self.compare_calls("all_to_all()", timeout)
         options = self._limited(group_operations.all_to_all_options(), None)
         outgoing, incoming = ([group_operations.raw(each) for each in tensors] for tensors in (sends, recvs))
-        self._await(lambda limit: self._group.alltoall(incoming, outgoing, options), timeout)
+        self.await_works(lambda limit: self._group.alltoall(incoming, outgoing, options), timeout)
 
     def all_gather_flat(self, parts: Sequence[Tensor], own: Tensor, call: str, timeout: float | None) -> None:
         if self.launches is None:
@@ -122,7 +122,7 @@ class LaunchingTransport(Transport):
         whole = group_operations.side_by_side(parts)
         target = own.new_empty(own.numel() * len(parts)) if whole is None else whole
         pair = group_operations.raw(target), group_operations.raw(own)
-        self._await(lambda limit: self._group._allgather_base(*pair, options), timeout)
+        self.await_works(lambda limit: self._group._allgather_base(*pair, options), timeout)
         if whole is None:
             for part, came in zip(parts, target.chunk(len(parts)), strict=True):
                 part.copy_(came)

@@ -27,13 +27,13 @@ class Operations(Endpoint):
     def exchange(self, sends: Pairs, recvs: Pairs, *, timeout: float | None = None) -> None:
         """See `Transport`, which defines it."""
 
+    @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Any:
         """See `Transport`, which defines it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def do_exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
         """Carry out `exchange`, whose arguments have been checked; runs in its turn, in some thread."""
-        raise NotImplementedError(f"{type(self).__name__} must define do_exchange.")
 
     def do_all_reduce(self, tensor: Tensor, op: ReduceOp, out: Tensor | None, timeout: float | None) -> Tensor:
         target = tensor if out is None else out

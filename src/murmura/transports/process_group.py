@@ -210,13 +210,13 @@ class ProcessGroupTransport(LaunchingTransport):
     def on_abort(self, error: BaseException) -> None:
         if self._failure_log is not None and not self.closed:
             self._failure_log.announce_exit(ExitNotice.of(error, self.reporter.own))
-        self._break_off()  # ends waits inside torch, and on CUDA kernels that would hold up the device
+        self.end_group_waits()  # ends waits inside torch, and on CUDA kernels that would hold up the device
 
     def on_close(self) -> None:
         if self._failure_log is not None and self.failure is None:
             self._failure_log.announce_exit(self.exit_notice())
         if not self._executor.idle or (self.streams is not None and self.streams.in_flight(sends=False)):
-            self._break_off()  # what still waits in the communication thread, or for a message, will wait no more
+            self.end_group_waits()  # what still waits in the communication thread, or for a message, will wait no more
         if self.launches is not None:
             self.launches.drain()
 
@@ -225,7 +225,7 @@ class ProcessGroupTransport(LaunchingTransport):
             self.launches.close()
         if self._owns_group:
             if self._on_cuda and self.failure is not None:
-                self._break_off()  # to shut it down would wait for ranks that may never come
+                self.end_group_waits()  # to shut it down would wait for ranks that may never come
             else:
                 self._group.shutdown()
         self._group = self._group_store = self._store = self._store_served = self._failure_log = None
@@ -250,7 +250,7 @@ class ProcessGroupTransport(LaunchingTransport):
         is_mean_native = self._on_cuda and op is ReduceOp.MEAN and self.world_size & (self.world_size - 1) == 0
         if is_mean_native:
             options.reduceOp = group_operations.MEAN
-        self._await(lambda limit: self._group.allreduce([total], self._limited(options, limit)), timeout)
+        self.await_works(lambda limit: self._group.allreduce([total], self._limited(options, limit)), timeout)
         if op is ReduceOp.MEAN and not is_mean_native:
             total.div_(self.world_size)
         if total is not flat_out:
@@ -261,7 +261,7 @@ class ProcessGroupTransport(LaunchingTransport):
         options = dist.BroadcastOptions()
         options.rootRank = src
         raw = flat.view(torch.uint8)
-        self._await(lambda limit: self._group.broadcast([raw], self._limited(options, limit)), timeout)
+        self.await_works(lambda limit: self._group.broadcast([raw], self._limited(options, limit)), timeout)
 
     def do_barrier(self, timeout: float | None) -> None:
         if self.world_size == 1:
@@ -270,7 +270,7 @@ class ProcessGroupTransport(LaunchingTransport):
         options = dist.AllreduceOptions()
         with self.host_waiting():
             token = torch.zeros(1, device=self.device)
-            self._await(lambda limit: self._group.allreduce([token], self._limited(options, limit)), timeout)
+            self.await_works(lambda limit: self._group.allreduce([token], self._limited(options, limit)), timeout)
 
     def compare_calls(self, call: str, timeout: float | None) -> None:
         self._call, self._awaited = call, self._peers
@@ -290,7 +290,7 @@ class ProcessGroupTransport(LaunchingTransport):
             return self._watched(name, self.submit(name, work)).wait()
         except KeyboardInterrupt as interrupt:
             self.abort(interrupt)
-            self._break_off()
+            self.end_group_waits()
             raise
 
     def submit_job(self, what: str, work: Callable[[], Any], operation: str = "exchange") -> Ticket:
@@ -303,7 +303,7 @@ class ProcessGroupTransport(LaunchingTransport):
         ticket.watch = lambda: partial(begin().check, peers)
         return ticket
 
-    def _break_off(self) -> None:
+    def end_group_waits(self) -> None:
         """End the waits in a group of our own; a group that was handed over may be in use elsewhere."""
         if not self._owns_group or self._group is None:
             return
@@ -318,7 +318,7 @@ class ProcessGroupTransport(LaunchingTransport):
             return
 
         device = self.device if self._on_cuda else None
-        self._await(lambda limit: group_operations.start(self._group, device, sends, recvs), timeout)
+        self.await_works(lambda limit: group_operations.start(self._group, device, sends, recvs), timeout)
 
     def _exchange_checked(self, outgoing: Pairs, incoming: Pairs, sends: Pairs, recvs: Pairs, timeout: float) -> None:
         deadline = Deadline(timeout)
@@ -341,7 +341,7 @@ class ProcessGroupTransport(LaunchingTransport):
                 self._group, lambda work: _wait(work, deadline), outgoing, dst, incoming, src
             )
 
-    def _await(self, start: Callable[[timedelta | None], Any], timeout: float | None) -> None:
+    def await_works(self, start: Callable[[timedelta | None], Any], timeout: float | None) -> None:
         """Start works of the group and wait for all of them; translate their errors into ours."""
         deadline = Deadline(self.seconds(timeout))
         if self.launches is not None:

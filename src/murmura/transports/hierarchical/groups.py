@@ -40,7 +40,7 @@ class ManagedGroup(ProcessGroupTransport):
         """Fail, and close the connections, so that waits here and waits of peers for this rank end."""
         self.abort(error)
         if not self.closed:
-            self._break_off()
+            self.end_group_waits()
 
     def _explain(self, error: Exception, waited: float) -> Exception:
         return (PeerTimeout if is_timeout(error) else TransportError)(str(error), rank=self.reporter.own)
