@@ -265,6 +265,10 @@ class DDP(TorchSurface):
         done first. Refused while gradients of backwards inside `no_sync` wait for their exchange.
         """
         self.settle()
+        return self._algorithm_state()
+
+    def _algorithm_state(self) -> dict[str, Any]:
+        """As `algorithm_state_dict`, where nothing is pending."""
         return {
             "name": type(self.algorithm).__name__,
             "round": self._replica.round,

@@ -101,12 +101,7 @@ def algorithm_state(ddp: DDP) -> dict[str, Any]:
         "this one lacks those of this step. Save after a step to go on where it stopped.",
         ddp.transport.rank,
     )
-    return {
-        "name": type(ddp.algorithm).__name__,
-        "round": ddp._replica.round,
-        "plan": ddp._driver.planner.state_dict(),
-        "algorithm": ddp.algorithm.state_dict(),  # nothing of a former round is pending in the middle of one
-    }
+    return ddp._algorithm_state()  # nothing of a former round is pending in the middle of one
 
 
 def copied(value: Any) -> Any:
