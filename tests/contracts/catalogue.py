@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,22 +16,31 @@ from murmura import (
     Algorithm,
     AsyncModelAverageAlgorithm,
     ByteGradAlgorithm,
+    Compressor,
     DecentralizedAlgorithm,
     DiLoCoAlgorithm,
+    ErrorFeedback,
     GradientAllReduceAlgorithm,
     LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
+    MinMaxUInt4,
     MinMaxUInt8,
     PowerSGDAlgorithm,
     PushSumAlgorithm,
     QAdamAlgorithm,
     QAdamOptimizer,
+    RandomK,
+    Sign,
+    TopK,
+    TopKTwoBit,
 )
-from oracles.algorithms.gradients import AllReduce, QAdam
+from oracles.algorithms.few_bytes import FeedbackByStream, MajorityVote, SparseLoCo
+from oracles.algorithms.gradients import AllReduce, GatheredAllReduce, QAdam
 from oracles.algorithms.powersgd import PowerSGD
-from oracles.algorithms.push_sum import PushSum, one_peer_exponential
+from oracles.algorithms.push_sum import Gossip, PushSum, exponential, lopsided, one_peer_exponential
 from oracles.algorithms.simulation import Rule, there_and_back
-from oracles.algorithms.weights import AsyncModelAverage, Decentralized, DiLoCo, LocalSGD, LowPrecision
+from oracles.algorithms.weights import AsyncModelAverage, Decentralized, DiLoCo, LocalSGD, LowPrecision, WithMoments
+from sequences.algorithms import lopsided as lopsided_topology
 
 QADAM = {"lr": 0.01, "warmup": 3, "weight_decay": 0.01}
 
@@ -46,6 +56,7 @@ class Entry:
     Attributes:
         lockstep: whether every rank holds the same weights after every step.
         optimizer: the only one it works with, if there is one.
+        is_rough: whether a rounding error may change what is sent by as much as it is.
     """
 
     name: str
@@ -53,6 +64,7 @@ class Entry:
     rule: Callable[[Sequence[Run]], Rule]
     lockstep: bool = False
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
+    is_rough: bool = False
 
     def fit(self, task: Task) -> Task:
         """The task, with the optimizer that the algorithm needs."""
@@ -107,7 +119,83 @@ CATALOGUE = (
     Entry("diloco", lambda: DiLoCoAlgorithm(2), lambda runs: DiLoCo(2)),
 )
 
+INNER: dict[str, Callable[[], Compressor]] = {
+    "uint4": lambda: MinMaxUInt4(16),
+    "sign": lambda: Sign(16),
+    "topk": lambda: TopK(0.1),
+    "randomk": lambda: RandomK(0.2),
+}
+
+
+def rule_of(name: str, runs: Sequence[Run], *, hierarchical: bool = True, feedback: bool = True) -> Rule:
+    """Gradients by the compressor `name` of `INNER`."""
+    if INNER[name]().gathers:
+        return GatheredAllReduce(there_and_back(INNER[name]()), hierarchical, layouts(runs), feedback)
+    return AllReduce(q=FeedbackByStream(INNER[name], feedback), hierarchical=hierarchical, layout=layouts(runs))
+
+
+def compressed(name: str, *, feedback: bool = True) -> Entry:
+    """Gradients by the compressor `name` of `INNER`, in two levels."""
+    inner = ErrorFeedback(INNER[name]()) if feedback else INNER[name]()
+    return Entry(
+        name,
+        lambda: GradientAllReduceAlgorithm(True, compressor=inner),
+        lambda runs: rule_of(name, runs, feedback=feedback),
+        lockstep=True,
+        is_rough=True,
+    )
+
+
+FEW_BYTES = (
+    *map(compressed, INNER),
+    Entry(
+        "majority_vote",
+        lambda: GradientAllReduceAlgorithm(compressor="majority_vote"),
+        lambda runs: MajorityVote(),
+        lockstep=True,
+        is_rough=True,
+    ),
+    Entry(
+        "qadam_sign",
+        lambda: QAdamAlgorithm(None, True, compressor=ErrorFeedback(Sign(16))),
+        lambda runs: QAdam(FeedbackByStream(INNER["sign"]), hierarchical=True, **QADAM),
+        lockstep=True,
+        optimizer=qadam_optimizer,
+        is_rough=True,
+    ),
+    Entry(
+        "sparse_loco",
+        lambda: DiLoCoAlgorithm(2, 1.0, 0.0, compressor=ErrorFeedback(TopKTwoBit(16, 4), decay=0.95)),
+        lambda runs: SparseLoCo(2, there_and_back(TopKTwoBit(16, 4))),
+        is_rough=True,
+    ),
+    Entry(
+        "average_moments",
+        lambda: LocalSGDAlgorithm(2, average_moments=True),
+        lambda runs: WithMoments(LocalSGD(2)),
+    ),
+    Entry(
+        "exponential",
+        lambda: DecentralizedAlgorithm(False, topology="exponential"),
+        lambda runs: Gossip(exponential),
+    ),
+    Entry("lopsided", lambda: PushSumAlgorithm(lopsided_topology), lambda runs: PushSum(lopsided)),
+)
+EVERYTHING = (*CATALOGUE, *FEW_BYTES)
+
 
 def every(claim: Callable[[Entry], bool] = lambda entry: True) -> Any:
-    """A parameter of a test, `entry`: every algorithm of which `claim` holds."""
-    return pytest.mark.parametrize("entry", [pytest.param(each, id=each.name) for each in CATALOGUE if claim(each)])
+    """A parameter of a test, `entry`: every algorithm of which `claim` holds.
+
+    Those of few bytes are slow but for one or two, other ones in each test.
+    """
+
+    def mark(test: Callable[..., None]) -> Any:
+        shift = zlib.crc32(test.__name__.encode())
+        quick = [*CATALOGUE, *(each for place, each in enumerate(FEW_BYTES) if (place + shift) % 6 == 0)]
+        chosen = [each for each in EVERYTHING if claim(each)]
+        marks = [[] if each in quick else [pytest.mark.slow] for each in chosen]
+        cases = [pytest.param(each, id=each.name, marks=own) for each, own in zip(chosen, marks, strict=True)]
+        return pytest.mark.parametrize("entry", cases)(test)
+
+    return mark

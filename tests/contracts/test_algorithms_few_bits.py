@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts.catalogue import layouts
+from contracts.catalogue import INNER, layouts, rule_of
 from contracts.grids import HOSTS, SIZES, grid
 from contracts.test_algorithms_state import check_resumption
 from contracts.training import assert_close, by_step, regression, spread, step, train_world
@@ -21,10 +21,8 @@ from murmura import (
     DiLoCoAlgorithm,
     ErrorFeedback,
     GradientAllReduceAlgorithm,
-    MinMaxUInt4,
     QAdamAlgorithm,
     QAdamOptimizer,
-    RandomK,
     Sign,
     TopK,
     TopKTwoBit,
@@ -32,38 +30,13 @@ from murmura import (
     run_world,
 )
 from murmura.algorithms import algorithm_named
-from oracles.algorithms.gradients import AllReduce, GatheredAllReduce, QAdam
-from oracles.algorithms.simulation import Feedback, Rule, Task, mean, simulate, there_and_back
+from oracles.algorithms.few_bytes import FeedbackByStream, GatheredDiLoCo, MajorityVote, SparseLoCo
+from oracles.algorithms.gradients import GatheredAllReduce, QAdam
+from oracles.algorithms.simulation import Task, simulate, there_and_back
 from oracles.algorithms.weights import DiLoCo
 from worlds import SECONDS
 
 STEPS = 4
-
-
-class FeedbackByStream(Feedback):
-    """Where each stream has an encoder of its own, which counts what it sends."""
-
-    def __init__(self, make: Callable[[], Compressor]) -> None:
-        super().__init__(torch.clone)
-        self.make, self.of_stream = make, {}  # type: ignore[var-annotated]
-
-    def send(self, tensor: Tensor, stream: Hashable) -> Tensor:
-        self.q = self.of_stream.setdefault(stream, there_and_back(self.make()))
-        return super().send(tensor, stream)
-
-
-INNER: dict[str, Callable[[], Compressor]] = {
-    "uint4": lambda: MinMaxUInt4(16),
-    "sign": lambda: Sign(16),
-    "topk": lambda: TopK(0.1),
-    "randomk": lambda: RandomK(0.2),
-}
-
-
-def rule_of(name: str, runs: Sequence[Any], hierarchical: bool = False) -> Rule:
-    if name == "topk":
-        return GatheredAllReduce(there_and_back(INNER[name]()), hierarchical, layouts(runs))
-    return AllReduce(q=FeedbackByStream(INNER[name]), hierarchical=hierarchical, layout=layouts(runs))
 
 
 @grid("name, size, bucket_size_bytes", tuple(INNER), SIZES, (10**6, 300), sample=8)
@@ -71,7 +44,7 @@ def test_gradients_with_feedback_are_as_simulated(name: str, size: int, bucket_s
     task = regression("momentum", torch.float32)
     algorithm = GradientAllReduceAlgorithm(compressor=ErrorFeedback(INNER[name]()))
     runs = train_world(size, algorithm, task, STEPS, bucket_size_bytes=bucket_size_bytes)
-    assert_close(by_step(runs), simulate(rule_of(name, runs), task, size, STEPS), within=0.0)
+    assert_close(by_step(runs), simulate(rule_of(name, runs, hierarchical=False), task, size, STEPS), within=0.0)
 
 
 @grid("name, hosts", tuple(INNER), HOSTS, sample=8)
@@ -79,7 +52,7 @@ def test_between_hosts(name: str, hosts: Sequence[int]) -> None:
     task = regression("momentum")
     algorithm = GradientAllReduceAlgorithm(True, compressor=ErrorFeedback(INNER[name]()))
     runs = train_world(len(hosts), algorithm, task, STEPS, hosts)
-    assert_close(by_step(runs), simulate(rule_of(name, runs, True), task, len(hosts), STEPS, hosts))
+    assert_close(by_step(runs), simulate(rule_of(name, runs), task, len(hosts), STEPS, hosts))
     assert all(spread(each) == 0 for each in by_step(runs))
 
 
@@ -87,19 +60,6 @@ def test_between_hosts(name: str, hosts: Sequence[int]) -> None:
 def test_a_majority_votes(size: int) -> None:
     task = regression("sgd", torch.float32)
     runs = train_world(size, "gradient_allreduce:compressor=majority_vote", task, STEPS)
-
-    def vote(gradients: Sequence[Tensor]) -> Tensor:
-        return torch.where(sum(torch.where(each >= 0, 1.0, -1.0) for each in gradients) >= 0, 1.0, -1.0)  # type: ignore[arg-type]
-
-    class MajorityVote(Rule):
-        takes_buffers_of_rank_0 = True
-
-        def after_backward(self, replicas: Any) -> None:
-            for parameters in zip(*(model.parameters() for model in replicas.models), strict=True):
-                voted = vote([each.grad for each in parameters])
-                for each in parameters:
-                    each.grad = voted.clone()
-
     assert_close(by_step(runs), simulate(MajorityVote(), task, size, STEPS), within=0.0)
 
 
@@ -118,22 +78,6 @@ def test_changes_of_weights_with_few_bits(name: str) -> None:
         )
         wanted = simulate(DiLoCo(2, q=streams), task, 3, STEPS)
     assert_close(by_step(runs), wanted, within=1e-6)  # the order of the outer step's operations differs
-
-
-class GatheredDiLoCo(DiLoCo):
-    """As DiLoCo, with mean q(theta - x)."""
-
-    def __init__(self, interval: int, q: Any) -> None:
-        super().__init__(interval)
-        self.gathered = q
-
-    def after_step(self, replicas: Any) -> None:
-        if (replicas.round + 1) % self.interval == 0:
-            length, flats = replicas.num_parameters(), replicas.flats()
-            replicas.set(
-                torch.cat([self.theta - self.gathered(self.theta - flat[:length]), flat[length:]]) for flat in flats
-            )
-        super().after_step(replicas)
 
 
 def qadam_task(dtype: torch.dtype) -> Task:
@@ -194,23 +138,9 @@ def test_sparse_loco_is_as_the_paper_says(size: int) -> None:
     task = regression("adam")
     q = there_and_back(TopKTwoBit(16, 4))
 
-    class SparseLoCo(Rule):
-        def start(self, replicas: Any) -> None:
-            self.theta = replicas.flats()[0]
-            self.m = [torch.zeros_like(self.theta)] * replicas.size
-
-        def after_step(self, replicas: Any) -> None:
-            if (replicas.round + 1) % 2:
-                return
-            changed = [0.95 * m + (self.theta - flat) for m, flat in zip(self.m, replicas.flats(), strict=True)]
-            sent = [q(each) for each in changed]
-            self.m = [each - gone for each, gone in zip(changed, sent, strict=True)]
-            self.theta = self.theta - mean(sent)
-            replicas.set([self.theta] * replicas.size)
-
     name = "sparse_loco:interval=2:compressor=topk2bit(chunk_size=16:count=4:decay=0.95)"
     flats = by_step(train_world(size, name, task, 6))
-    assert_close(flats, simulate(SparseLoCo(), task, size, 6))
+    assert_close(flats, simulate(SparseLoCo(2, q), task, size, 6))
     assert algorithm_named("sparse_loco") == DiLoCoAlgorithm(
         20, 1.0, 0.0, compressor=ErrorFeedback(TopKTwoBit(), decay=0.95)
     )

@@ -18,6 +18,7 @@ from oracles.algorithms.weights import DiLoCo
 
 SIZE = 3
 STEPS = 6
+IN_EIGHT_BITS = ("bytegrad", "qadam", "low_precision_decentralized")
 
 
 def check(entry: Entry, task: Task, within: float = 1e-9, hosts: Sequence[int] | None = None) -> list[list[Tensor]]:
@@ -144,12 +145,12 @@ def two_kinds() -> nn.Module:
     return fill(TwoKinds())
 
 
-@every(lambda entry: entry.name not in ("bytegrad", "qadam", "low_precision_decentralized"))
+@every(lambda entry: entry.name not in IN_EIGHT_BITS and not entry.is_rough)
 def test_parameters_of_two_dtypes(entry: Entry) -> None:
     check(entry, replace(regression("momentum"), make_model=two_kinds), within=1e-5)
 
 
-@every(lambda entry: entry.name in ("bytegrad", "qadam", "low_precision_decentralized"))
+@every(lambda entry: entry.name in IN_EIGHT_BITS)
 def test_parameters_of_two_dtypes_in_eight_bits(entry: Entry) -> None:
     """Other blocks than in the simulation, which knows one flat: near it, and ranks agree where they must."""
     task = entry.fit(replace(regression("sgd"), make_model=two_kinds))
@@ -158,7 +159,7 @@ def test_parameters_of_two_dtypes_in_eight_bits(entry: Entry) -> None:
     assert not entry.lockstep or all(spread(each) == 0 for each in by_step(runs))
 
 
-@every()
+@every(lambda entry: not entry.is_rough)
 def test_bf16_stays_near_full_precision(entry: Entry) -> None:
     """Bits are few, so that runs are compared loosely; ranks that share their steps still agree to the bit."""
     fine = entry.fit(regression("sgd"))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from contracts.catalogue import CATALOGUE
+from contracts.catalogue import EVERYTHING
 from contracts.training import Run, assert_close, by_step, regression, spread, train
 from murmura import Transport, run_world
 from oracles.algorithms.simulation import simulate
@@ -18,13 +18,13 @@ STEPS = 6
 
 def train_all(transport: Transport) -> list[Run]:
     torch.set_num_threads(1)
-    return [train(transport, entry.make(), entry.fit(regression("momentum")), STEPS) for entry in CATALOGUE]
+    return [train(transport, entry.make(), entry.fit(regression("momentum")), STEPS) for entry in EVERYTHING]
 
 
 @pytest.mark.parametrize("hosts", [pytest.param([0, 0, 0], marks=pytest.mark.slow), [0, 1, 1, 0]], ids=["one", "two"])
 def test_every_algorithm_between_processes(hosts: Sequence[int]) -> None:
     by_rank = run_world(train_all, len(hosts), kind="processes", hosts=hosts, timeout=SECONDS)
-    for entry, runs in zip(CATALOGUE, zip(*by_rank, strict=True), strict=True):
+    for entry, runs in zip(EVERYTHING, zip(*by_rank, strict=True), strict=True):
         wanted = simulate(entry.rule(runs), entry.fit(regression("momentum")), len(hosts), STEPS, hosts)
         assert_close(by_step(runs), wanted)
         assert not entry.lockstep or all(spread(flats) == 0 for flats in by_step(runs))

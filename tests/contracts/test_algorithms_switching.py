@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from contracts.catalogue import CATALOGUE, Entry, every, qadam_optimizer
+from contracts.catalogue import CATALOGUE, EVERYTHING, Entry, every, qadam_optimizer
 from contracts.training import regression, scatter, spread, step
 from ddp.models import fill, on_ranks
 from murmura import (
@@ -47,7 +48,7 @@ def test_every_algorithm_in_turn_on_one_live_model() -> None:
         ddp = DDP(TASK.make_model(), transport)
         optimizer = qadam_optimizer(ddp.parameters())
         seen = []
-        order = [*CATALOGUE, *reversed(CATALOGUE), CATALOGUE[0]]
+        order = [*EVERYTHING, *reversed(EVERYTHING), EVERYTHING[0]]
         for number, entry in enumerate(order):
             ddp.set_algorithm(entry.make())
             start = flat_of(ddp.module)
@@ -57,7 +58,7 @@ def test_every_algorithm_in_turn_on_one_live_model() -> None:
         return seen
 
     by_rank = on_ranks(visit, 3)
-    lockstep = {entry.name for entry in CATALOGUE if entry.lockstep}
+    lockstep = {entry.name for entry in EVERYTHING if entry.lockstep}
     for turn in zip(*by_rank, strict=True):
         names, starts, ends = zip(*turn, strict=True)
         assert spread(starts) == 0, f"{names[0]} began with different replicas"
@@ -108,7 +109,9 @@ def test_what_comes_after_a_switch_is_what_a_new_wrapper_would_do(entry: Entry) 
         optimizer = qadam_optimizer(model.parameters())
         optimizer.load_state_dict(momenta)
         # A new QAdam knows that its optimizer is warm already if it is told which one it is.
-        algorithm = QAdamAlgorithm(optimizer) if entry.name == "qadam" else entry.make()
+        algorithm = entry.make()
+        if isinstance(algorithm, QAdamAlgorithm):
+            algorithm = replace(algorithm, optimizer=optimizer)
         anew = DDP(model, transport, algorithm=algorithm)
         began_anew = go(anew, optimizer, range(SWITCH, SWITCH + 4))
         anew.close()

@@ -128,6 +128,17 @@ def test_the_largest_of_each_chunk_have_two_magnitudes(length: int, dtype: torch
     )
 
 
+@pytest.mark.parametrize("places", [[], [3], [3, 40], [3, 40, 63]], ids=len)
+def test_zeros_stay_zero_where_a_chunk_has_too_few_other_elements(places: list[int]) -> None:
+    values = torch.zeros(128)
+    values[places] = torch.tensor([-4.0, 1.0, -2.0])[: len(places)]
+    decoded = round_trip(TopKTwoBit(64, 8), values)
+    assert decoded.nonzero().view(-1).tolist() == places
+    assert torch.equal(decoded.sign(), values.sign())
+    magnitudes = {0: [], 1: [4.0], 2: [4.0, 1.0], 3: [4.0, 1.5, 1.5]}[len(places)]
+    assert decoded[places].abs().tolist() == magnitudes
+
+
 @pytest.mark.parametrize("kind", NON_FINITE)
 def test_what_is_not_finite_shows(kind: str) -> None:
     for compressor in (TopK(0.01), TopKTwoBit(64, 8)):

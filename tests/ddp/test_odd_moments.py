@@ -89,6 +89,31 @@ def test_what_is_frozen_when_the_phase_changes_takes_part_when_it_is_thawed(then
     assert_together(on_ranks(run, 2))
 
 
+GRADIENTS = [
+    GradientAllReduceAlgorithm(),
+    GradientAllReduceAlgorithm(compressor=ErrorFeedback(MinMaxUInt8())),
+]
+
+
+@pytest.mark.parametrize("then", GRADIENTS, ids=["plain", "with feedback"])
+@pytest.mark.parametrize("how", ["phase", "switch"])
+def test_what_is_thawed_just_before_the_algorithm_changes_takes_part(then: Algorithm, how: str) -> None:
+    def run(transport: Transport) -> Tensor:
+        model = mlp()
+        model[0].requires_grad_(False)
+        first = GradientAllReduceAlgorithm()
+        with closing(DDP(model, transport, algorithm=Phased(first, 2, then=then) if how == "phase" else first)) as ddp:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            train(ddp, optimizer, transport.rank, range(2))
+            model[0].requires_grad_(True)
+            if how == "switch":
+                ddp.set_algorithm(then)
+            train(ddp, optimizer, transport.rank, range(2, 4))
+            return weights_of(model)
+
+    assert_together(on_ranks(run, 2), within=0.0)
+
+
 @pytest.mark.parametrize("algorithm", WEIGHTS, ids=lambda each: type(each).__name__)
 def test_layers_that_take_turns_in_being_frozen_stay_together(algorithm: Algorithm) -> None:
     def run(transport: Transport) -> Tensor:

@@ -82,11 +82,11 @@ class Findings:
 
 def compare(script: Script, told: Sequence[Told]) -> Failure | None:
     """The first difference to the simulation, or the error that ended a rank before it."""
-    wanted = simulate(script)
+    wanted = simulate(script, told[0].layouts)
     names = columns(Net(script.buffers))
     parameters = {name for name, _ in Net(script.buffers).named_parameters()}
     is_parameter = torch.tensor([name in parameters for name in names])
-    for at in range(len(script.actions)):
+    for at in range(len(wanted[0])):
         for rank, each in enumerate(told):
             if at < len(each.rows):
                 found = _difference(each.rows[at], wanted[rank][at], names)
@@ -105,12 +105,12 @@ def compare(script: Script, told: Sequence[Told]) -> Failure | None:
 
 
 def _adds_corrections(script: Script, at: int) -> bool:
-    """Whether the algorithm of action `at` adds mean - x to x: replicas then agree but for the last place.
+    """Whether the algorithm of action `at` adds mean - x to x, or divides: replicas then agree but for the last place.
 
     In the simulation they may happen to be equal, in a world that sums in another order they need not be.
     """
     choices = [script.choice, *(each.choice for each in script.actions[: at + 1] if isinstance(each, Switch))]
-    return choices[-1].name == "async"
+    return choices[-1].name in ("async", "push_sum")
 
 
 def _difference(got: Tensor, wanted: Tensor, names: Sequence[str]) -> str:

@@ -39,7 +39,7 @@ from sequences.actions import (
     Thaw,
     ZeroGrad,
 )
-from sequences.position import Position
+from sequences.position import OF_QADAM, Position
 
 
 def draw_script(seed: int, algorithm: str, hazards: Collection[str] | None = None) -> Script:
@@ -188,7 +188,7 @@ class _Walk(Position):
         skipping: list[int] = []
         if SKIP in self.allowed and self.is_lucky(0.5):
             everyone = list(range(self.num_ranks))
-            is_alone = self.is_of_weights or (self.choice.name == "qadam" and not self.is_warming)
+            is_alone = self.is_of_weights or (self.choice.name in OF_QADAM and not self.is_warming)
             skipping = (
                 sorted(self.chance.sample(everyone, self.chance.randint(1, len(everyone)))) if is_alone else everyone
             )
@@ -213,7 +213,7 @@ class _Walk(Position):
 
     def by_hand(self) -> None:
         self.use(BY_HAND)
-        is_local = self.choice.name == "qadam" and not self.is_warming  # gradients are, there
+        is_local = self.choice.name in OF_QADAM and not self.is_warming  # gradients are, there
         kind = "perturb" if is_local or not self.rounds_since_step or self.is_lucky(0.5) else "descend"
         self.add(ByHand(kind, alike=not self.is_of_weights))
         self.changed_weights()
@@ -242,7 +242,7 @@ class _Walk(Position):
         kinds = ["average_losses", "all_reduce", "barrier", "channel"]
         if self.is_between:
             kinds += ["consensus", "average", "state"]
-            if not self.is_of_weights and self.choice.name not in ("qadam",):
+            if not self.is_of_weights and self.choice.name not in OF_QADAM:
                 kinds.append("verify")
         kind = self.chance.choice(kinds)
         self.meet()
@@ -291,7 +291,7 @@ class _Walk(Position):
     def switch(self) -> None:
         self.use(SWITCH)
         name = self.chance.choice(self.targets())
-        if name == "qadam":
+        if name in OF_QADAM:
             self.choice = self.first_choice
         else:
             self.choice = Choice(name, self.chance.choice((1, 2, 3)))

@@ -17,8 +17,17 @@ ALGORITHMS = (
     "async",
     "local_sgd",
     "diloco",
+    "topk",
+    "randomk",
+    "sign",
+    "uint4",
+    "powersgd",
+    "push_sum",
+    "sparse_loco",
+    "qadam_sign",
 )
-OF_GRADIENTS = ("gradient_allreduce", "bytegrad", "qadam")
+OF_QADAM = ("qadam", "qadam_sign")
+OF_GRADIENTS = ("gradient_allreduce", "bytegrad", "topk", "randomk", "sign", "uint4", "powersgd", *OF_QADAM)
 
 
 class Position:
@@ -32,7 +41,7 @@ class Position:
         self.num_ranks = chance.choice((2, 2, 2, 3, 4))
         self.first_choice = self.choice = self.draw_choice(algorithm)
         self.buffers = chance.choice(("", "", "norm", "mean"))
-        self.optimizer = "qadam" if algorithm == "qadam" else chance.choice(("sgd", "momentum", "adam"))
+        self.optimizer = "qadam" if algorithm in OF_QADAM else chance.choice(("sgd", "momentum", "adam"))
         self.actions: list[Action] = []
         self.met: list[frozenset[str]] = []
         self.num_slots = 0
@@ -51,7 +60,7 @@ class Position:
 
     def draw_choice(self, name: str) -> Choice:
         chance = self.chance
-        warmup = chance.choice((1, 2, 3)) if name == "qadam" else chance.choice((0, 0, 2)) if name == "async" else 0
+        warmup = chance.choice((1, 2, 3)) if name in OF_QADAM else chance.choice((0, 0, 2)) if name == "async" else 0
         return Choice(name, chance.choice((1, 1, 2, 3)), warmup)
 
     # What is known
@@ -106,8 +115,8 @@ class Position:
     def targets(self) -> list[str]:
         """The algorithms that may follow."""
         if self.optimizer == "qadam":
-            return ["gradient_allreduce"] if self.choice.name == "qadam" else ["qadam"]
-        names = [name for name in ALGORITHMS if name != "qadam"]
+            return ["gradient_allreduce"] if self.choice.name in OF_QADAM else [self.first_choice.name]
+        names = [name for name in ALGORITHMS if name not in OF_QADAM]
         if 0 < len(self.stepped) < self.num_ranks:
             names = [name for name in names if name not in OF_GRADIENTS]  # some ranks have no moments yet
         return names

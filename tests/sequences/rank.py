@@ -14,16 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 import murmura
-from murmura import DDP, Algorithm, Checkpointer, MinMaxUInt8, Transport
+from murmura import DDP, Checkpointer, Transport
 from sequences.actions import (
-    LEARNING_RATE,
     Action,
     Backward,
     ByHand,
-    Choice,
     Close,
     Collect,
     Evaluate,
@@ -32,7 +29,6 @@ from sequences.actions import (
     Join,
     Load,
     LoadWeights,
-    Net,
     Resume,
     Save,
     Script,
@@ -47,46 +43,9 @@ from sequences.actions import (
     make_model,
     row_of,
 )
+from sequences.algorithms import Layout, algorithm_of, optimizer_of
 
 LONG_SECONDS = 120.0  # for ranks that have no part in a script
-
-
-def algorithm_of(choice: Choice) -> Algorithm:
-    match choice.name:
-        case "gradient_allreduce":
-            return murmura.GradientAllReduceAlgorithm()
-        case "bytegrad":  # blocks of one element lose nothing, so that it does not matter how buckets are cut
-            return murmura.ByteGradAlgorithm(compressor=MinMaxUInt8(block_size=1))
-        case "decentralized":
-            return murmura.DecentralizedAlgorithm(communication_interval=choice.interval)
-        case "shift_one":
-            return murmura.DecentralizedAlgorithm(
-                peer_selection_mode="shift_one", communication_interval=choice.interval
-            )
-        case "low_precision_decentralized":
-            return murmura.LowPrecisionDecentralizedAlgorithm(communication_interval=choice.interval)
-        case "qadam":
-            return murmura.QAdamAlgorithm()
-        case "async":
-            return murmura.AsyncModelAverageAlgorithm(sync_interval_rounds=choice.interval, warmup_rounds=choice.warmup)
-        case "local_sgd":
-            return murmura.LocalSGDAlgorithm(choice.interval)
-        case "diloco":
-            return murmura.DiLoCoAlgorithm(choice.interval)
-    raise AssertionError(choice)
-
-
-def optimizer_of(script: Script, model: Net) -> Optimizer:
-    match script.optimizer:
-        case "sgd":
-            return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-        case "momentum":
-            return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9, weight_decay=0.01)
-        case "adam":
-            return torch.optim.Adam(model.parameters(), lr=0.01)
-        case "qadam":
-            return murmura.QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=script.choice.warmup)
-    raise AssertionError(script.optimizer)
 
 
 class Rank:
@@ -99,8 +58,9 @@ class Rank:
         self.choice = script.choice
         self.channel = transport.channel("user")
         self.model = make_model(script.buffers, seed=10 * script.seed + self.rank)
-        self.ddp = DDP(self.model, transport, algorithm=algorithm_of(script.choice))
-        self.optimizer = optimizer_of(script, self.model)
+        self.layouts: list[Layout] = []
+        self.ddp = DDP(self.model, transport, algorithm=algorithm_of(script.choice, self.layouts))
+        self.optimizer = optimizer_of(script, self.model.parameters())
         self.folder = folder / str(script.seed)
         self.checkpointer: Checkpointer | None = None
         self.losses: dict[int, Tensor] = {}
@@ -146,7 +106,7 @@ class Rank:
             case LoadWeights():
                 self.load_weights(action)
             case Switch():
-                ddp.set_algorithm(algorithm_of(action.choice))
+                ddp.set_algorithm(algorithm_of(action.choice, self.layouts))
                 self.choice = action.choice
             case Freeze():
                 self.model.get_submodule(action.part).requires_grad_(False)
@@ -224,8 +184,8 @@ class Rank:
         spare_is_frozen = not self.model.spare.weight.requires_grad
         self.model = make_model(self.script.buffers, seed=at, late_is_frozen=late_is_frozen)
         self.model.spare.requires_grad_(not spare_is_frozen)
-        self.ddp = DDP(self.model, self.transport, algorithm=algorithm_of(self.choice))
-        self.optimizer = optimizer_of(self.script, self.model)
+        self.ddp = DDP(self.model, self.transport, algorithm=algorithm_of(self.choice, self.layouts))
+        self.optimizer = optimizer_of(self.script, self.model.parameters())
         self.own_checkpointer().load(ddp=self.ddp, optimizer=self.optimizer)
 
     def load_weights(self, action: LoadWeights) -> None:
@@ -255,10 +215,14 @@ class Rank:
 
 @dataclass
 class Told:
-    """What one rank tells of one script: a row for each action that it finished, and the error that ended it."""
+    """What one rank tells of one script: a row for each action that it finished, and the error that ended it.
+
+    Also the order in which gradients travelled, in each round where it matters.
+    """
 
     rows: Tensor
     error: str = ""
+    layouts: Sequence[Layout] = ()
 
 
 def run_scripts(transport: Transport, scripts: Sequence[Script], folder: Path, patience: float) -> list[Told | None]:
@@ -303,7 +267,8 @@ def _run_script(group: Transport, script: Script, folder: Path, patience: float)
         if rank is not None:
             with contextlib.suppress(Exception):
                 rank.close()
-    return Told(torch.stack(rows) if rows else torch.empty(0, 0), error)
+    layouts = () if rank is None else rank.layouts
+    return Told(torch.stack(rows) if rows else torch.empty(0, 0), error, layouts)
 
 
 def _in_words(error: Exception) -> str:

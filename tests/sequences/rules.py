@@ -49,6 +49,10 @@ class Rule:
     def exchanges_weights(self) -> bool:
         return True
 
+    @property
+    def weight_in_mean(self) -> float:
+        return 1.0
+
     def begin(self) -> None:
         """Start from the weights as they are; also after other weights were loaded."""
 
@@ -351,14 +355,19 @@ class QAdam(MeanGradients):
         adam.fold()
         moments = [adam.first(name) for name, _ in trained]
         everyone = yield from self.rank.exchange("moments", torch.cat([each.reshape(-1) for each in moments]))
+        mean = yield from self.quantised_mean(everyone)
+        pieces = torch.split(mean, [each.numel() for each in moments])
+        for (name, _), moment, piece in zip(trained, moments, pieces, strict=True):
+            if name in used_anywhere:
+                moment.copy_(piece.view(moment.shape))
+
+    def quantised_mean(self, everyone: list[Tensor]) -> Generator[Any, Any, Tensor]:
         parts = []
         for chunk in chunks(everyone[0].numel(), len(everyone)):
             arrived = [eight_bits(each[chunk]) for each in everyone]
             parts.append(eight_bits(sum(arrived) / len(arrived)))  # type: ignore[arg-type]
-        pieces = torch.split(torch.cat(parts), [each.numel() for each in moments])
-        for (name, _), moment, piece in zip(trained, moments, pieces, strict=True):
-            if name in used_anywhere:
-                moment.copy_(piece.view(moment.shape))
+        yield from ()
+        return torch.cat(parts)
 
 
 RULES: dict[str, Callable[[Any, Choice], Rule]] = {

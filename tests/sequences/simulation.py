@@ -30,14 +30,13 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sequences.actions import (
-    LEARNING_RATE,
     Action,
     Backward,
     ByHand,
@@ -65,15 +64,18 @@ from sequences.actions import (
     make_model,
     row_of,
 )
+from sequences.algorithms import Layout, optimizer_of
+from sequences.compressed_rules import FEW_BYTES, Undetermined
 from sequences.exchanges import Adam, Board, Key
-from sequences.rules import RULES, Waiting, Weights, mean_of
+from sequences.rules import RULES, Rule, Waiting, Weights, mean_of
 
 
 class Replica:
     """One simulated rank."""
 
-    def __init__(self, number: int, script: Script, board: Board, model: Net) -> None:
+    def __init__(self, number: int, script: Script, board: Board, model: Net, layouts: Sequence[Layout]) -> None:
         self.number, self.script, self.board, self.model = number, script, board, model
+        self.layouts = iter(layouts)
         self.num_posted: defaultdict[str, int] = defaultdict(int)
         self.optimizer = self.make_optimizer()
         self.round = 0
@@ -86,24 +88,26 @@ class Replica:
         self.is_held = False  # local backwards have left gradients for the round under way
         self.last_root_in_no_sync = False
         self.losses: dict[int, tuple[Tensor, Forward]] = {}
-        self.known = {name for name, each in model.named_parameters() if each.requires_grad}
+        self.known = self.trained()  # what the algorithm keeps together
+        self.placed = set(self.known)  # what has a place among the gradients that travel, once trained
         self.saved: dict[str, Any] = {}
         self.results: list[float] = []
         self.rows: list[Tensor] = []
         self.choice = script.choice
-        self.rule = RULES[script.choice.name](self, script.choice)
+        self.rule = self.make_rule()
         self.rule.begin()
 
     def make_optimizer(self) -> Any:
-        parameters = self.model.parameters()
-        match self.script.optimizer:
-            case "sgd":
-                return torch.optim.SGD(parameters, lr=LEARNING_RATE)
-            case "momentum":
-                return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9, weight_decay=0.01)
-            case "adam":
-                return torch.optim.Adam(parameters, lr=0.01)
+        if self.script.optimizer != "qadam":
+            return optimizer_of(self.script, self.model.parameters())
         return Adam(self.model, self.script.choice.warmup)
+
+    def make_rule(self) -> Rule:
+        return {**RULES, **FEW_BYTES}[self.choice.name](self, self.choice)
+
+    def next_layout(self) -> Layout:
+        """The parameters in the order in which their gradients travel in the round under way."""
+        return next(self.layouts, tuple(name for name, _ in self.included()))  # a world that raised tells of no more
 
     def adam(self) -> Adam:
         assert isinstance(self.optimizer, Adam)
@@ -128,6 +132,9 @@ class Replica:
         """The parameters that the algorithm keeps together."""
         return ((name, each) for name, each in self.model.named_parameters() if name in self.known)
 
+    def trained(self) -> set[str]:
+        return {name for name, each in self.model.named_parameters() if each.requires_grad}
+
     def weights(self) -> Weights:
         frozen = {name for name, _ in self.model.named_parameters()} - self.known
         return {name: each.clone() for name, each in floats(self.model) if name not in frozen}
@@ -146,8 +153,9 @@ class Replica:
             yield from self.take_pending_buffers()
 
     def open_round(self) -> Waiting:
-        thawed = [name for name, p in self.model.named_parameters() if p.requires_grad and name not in self.known]
+        thawed = [name for name, _ in self.model.named_parameters() if name in self.trained() - self.known]
         self.known.update(thawed)
+        self.placed.update(thawed)
         self.rule.take_in(thawed)
         yield from self.rule.open()
         self.buffers_pending = not self.rule.exchanges_weights
@@ -265,8 +273,9 @@ class Replica:
                 yield from self.settle()
                 self.model.zero_grad()
                 self.optimizer = self.make_optimizer()
-                self.rule = RULES[self.choice.name](self, self.choice)
-                self.known = {name for name, each in self.model.named_parameters() if each.requires_grad}
+                self.rule = self.make_rule()
+                self.known = self.trained()
+                self.placed = set(self.known)
                 self.load()
             case LoadWeights():
                 yield from self.load_weights(action)
@@ -291,9 +300,10 @@ class Replica:
     def collect(self, kind: str, at: int) -> Waiting:
         parameters = {name: each.detach().clone() for name, each in self.model.named_parameters()}
         channel = "user"
-        everyone = yield from self.exchange(channel, (float(self.number + at), parameters))
-        numbers, replicas = [number for number, _ in everyone], [each for _, each in everyone]
-        mean = mean_of(replicas)
+        weight = self.rule.weight_in_mean
+        everyone = yield from self.exchange(channel, (float(self.number + at), parameters, weight))
+        numbers, replicas = [number for number, *_ in everyone], [each for _, each, _ in everyone]
+        mean = mean_of([{name: share * each[name] for name in each} for _, each, share in everyone])
         if kind == "average_losses":
             counts = [rank + 1 for rank in range(len(everyone))]
             total = sum(value * count for value, count in zip(numbers, counts, strict=True))
@@ -324,16 +334,17 @@ class Replica:
 
     def switch(self, action: Switch) -> Waiting:
         yield from self.settle()
-        was_of_weights = self.rule.exchanges_weights
+        was_of_weights, weight = self.rule.exchanges_weights, self.rule.weight_in_mean
         self.choice = action.choice
-        self.rule = RULES[action.choice.name](self, action.choice)
+        self.rule = self.make_rule()
         if was_of_weights:
-            own = {name: each.clone() for name, each in floats(self.model)}
+            own = {name: weight * each for name, each in floats(self.model)}
             everyone = yield from self.exchange("weights", own)
             self.write(mean_of(everyone))
             if not self.rule.exchanges_weights:
                 yield from self.average_moments()
-        self.known |= {name for name, each in self.model.named_parameters() if each.requires_grad}
+        self.placed |= self.trained()
+        self.known = self.trained() if self.rule.exchanges_weights else set(self.placed)
         self.rule.begin()
 
     def average_moments(self) -> Waiting:
@@ -371,11 +382,14 @@ class Replica:
             yield from self.step(False)
 
 
-def simulate(script: Script) -> list[Tensor]:
-    """The rows of each rank, by action."""
+def simulate(script: Script, layouts: Sequence[Layout] = ()) -> list[Tensor]:
+    """The rows of each rank, by action, as far as they are determined.
+
+    `layouts` are the orders in which gradients travel, where it matters.
+    """
     board = Board(script.num_ranks)
     first = make_model(script.buffers, seed=10 * script.seed)  # all begin with rank 0's
-    ranks = [Replica(number, script, board, copy.deepcopy(first)) for number in range(script.num_ranks)]
+    ranks = [Replica(number, script, board, copy.deepcopy(first), layouts) for number in range(script.num_ranks)]
     waits: dict[int, Key | None] = {rank.number: None for rank in ranks}
     programs = [rank.run() for rank in ranks]
     while waits:
@@ -389,4 +403,7 @@ def simulate(script: Script) -> list[Tensor]:
                 waits[number] = programs[number].send(None if key is None else board.values(key))
             except StopIteration:
                 del waits[number]
+            except Undetermined:
+                num_determined = min(len(rank.rows) for rank in ranks)
+                return [torch.stack(rank.rows)[:num_determined] for rank in ranks]
     return [torch.stack(rank.rows) for rank in ranks]

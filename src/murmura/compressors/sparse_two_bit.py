@@ -22,7 +22,8 @@ class TopKTwoBit(Compressor):
     """Sends the `count` elements of each chunk that are largest in magnitude: place, sign, and one of two magnitudes.
 
     Of those elements, the ones from their mean magnitude on are sent as the mean of these, the others as the mean of
-    the others. A chunk that holds an infinity or a NaN decodes to some. Payloads are gathered, as those of `TopK`.
+    the others. Zeros stay zero. A chunk that holds an infinity or a NaN decodes to some. Payloads are gathered, as
+    those of `TopK`.
     """
 
     chunk_size: int = 4096
@@ -54,8 +55,17 @@ class TopKTwoBit(Compressor):
         for rows in sections(tensor.detach(), self.chunk_size):
             found = torch.topk(rows.abs(), min(self.count, rows.shape[1]), sorted=False).indices
             values = rows.gather(1, found).to(working_dtype(tensor.dtype))
-            is_high = values.abs() >= values.abs().mean(1, keepdim=True)
-            magnitudes.append(torch.stack([_mean(values.abs(), ~is_high), _mean(values.abs(), is_high)], 1).view(-1))
+            sizes = values.abs()
+            counts = sizes != 0
+            is_high = sizes >= _mean(sizes, counts).view(-1, 1)
+            magnitudes.append(
+                torch.stack([_mean(sizes, counts & ~is_high), _mean(sizes, counts & is_high)], 1).view(-1)
+            )
+            # No code stands for zero: where a chunk has too few other elements, its largest is sent again.
+            largest = sizes.argmax(1, keepdim=True)
+            found, values, is_high = (
+                torch.where(counts, each, each.gather(1, largest)) for each in (found, values, is_high)
+            )
             codes.append(((values >= 0).to(torch.uint8) | is_high.to(torch.uint8) << 1).view(-1))
             places.append(found.to(torch.int16).view(-1))
         if places:

@@ -53,11 +53,12 @@ class GradientReducer:
             self._replica.buckets = self._planner.buckets() if wanted else []
             self.use(self._replica.buckets)
 
-    def replan(self, algorithm: AlgorithmImpl) -> None:
+    def replan(self, algorithm: AlgorithmImpl | None) -> None:
         """Cut the buckets anew, if there are any. Collective: what `algorithm` keeps for each element moves along."""
         if self._replica.buckets:
             buckets = self._planner.buckets()
-            algorithm.before_replan(buckets)
+            if algorithm is not None:
+                algorithm.before_replan(buckets)
             self._replica.buckets = buckets
             self.use(buckets)
 

@@ -132,7 +132,8 @@ class RoundDriver:
         self.settling.settle()
         before = self.algorithm.innermost
         self.algorithm.before_round()
-        if self.algorithm.innermost is not before:
+        if self.algorithm.innermost is not before:  # another phase
+            self._take_in_thawed(running=False)
             self._trained.restart()
         self.needs_settling = False
 
@@ -165,12 +166,15 @@ class RoundDriver:
         self.after_load(self.module)
 
     def _take_in_thawed(self, *, running: bool = True) -> None:
-        """Let parameters that were frozen until now take part, on every rank; the `running` algorithm goes on."""
+        """Let parameters that were frozen until now take part, on every rank.
+
+        The `running` algorithm goes on; otherwise it has just begun, and holds nothing that must move along.
+        """
         thawed = self._trained.thawed()
         if not thawed:
             return
         if self._trained.take_in(thawed):
-            self.reducer.replan(self.algorithm)
+            self.reducer.replan(self.algorithm if running else None)
         if running:
             self.algorithm.parameters_added()
 

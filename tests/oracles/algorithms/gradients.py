@@ -109,8 +109,10 @@ class GatheredAllReduce(Rule):
 
     takes_buffers_of_rank_0 = True
 
-    def __init__(self, q: Lossy, hierarchical: bool = False, layout: LayoutOf | None = None) -> None:
-        self.q, self.hierarchical, self.layout = q, hierarchical, layout
+    def __init__(
+        self, q: Lossy, hierarchical: bool = False, layout: LayoutOf | None = None, feedback: bool = True
+    ) -> None:
+        self.q, self.hierarchical, self.layout, self.feedback = q, hierarchical, layout, feedback
 
     def start(self, replicas: Replicas) -> None:
         parameters = dict(replicas.models[0].named_parameters())
@@ -125,9 +127,8 @@ class GatheredAllReduce(Rule):
             for lost, team in zip(self.lost, teams, strict=True):
                 wanted = mean([flats[rank] for rank in team]) + torch.cat([lost[name] for name in names])
                 decoded.append(self.q(wanted))
-                lost.update(
-                    zip(names, (wanted - decoded[-1]).split([lost[name].numel() for name in names]), strict=True)
-                )
+                left = wanted - decoded[-1] if self.feedback else torch.zeros_like(wanted)
+                lost.update(zip(names, left.split([lost[name].numel() for name in names]), strict=True))
             result = mean(decoded, [len(team) for team in teams]) if len(teams) > 1 else mean(flats)
             hand_out(replicas.models, names, result)
 

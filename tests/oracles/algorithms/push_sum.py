@@ -50,6 +50,16 @@ def shifted(size: int, number: int) -> Tensor:
     return p / p.sum(0)
 
 
+def lopsided(size: int, number: int) -> Tensor:
+    """To the next rank, half of what a rank holds, but a quarter of what rank 0 does."""
+    p = torch.zeros(size, size, dtype=torch.float64)
+    for rank in range(size):
+        share = 0.25 if rank == 0 else 0.5
+        p[rank, rank] += 1 - share
+        p[(rank + 1) % size, rank] += share
+    return p
+
+
 class PushSum(Rule):
     """x <- P x and w <- P w after every step, which has moved x as it moved z = x / w."""
 

@@ -87,8 +87,9 @@ class WithMoments(Rule):
             models = [list(model.parameters()) for model in replicas.models]
             for own in zip(*models, strict=True):
                 states = [optimizer.state[each] for optimizer, each in zip(replicas.optimizers, own, strict=True)]
-                for key in states[0]:
-                    common = mean([state[key] for state in states])
+                for key in {key: None for state in states for key in state}:
+                    zeros = torch.zeros_like(next(state[key] for state in states if key in state))
+                    common = mean([state.get(key, zeros) for state in states])  # zeros where it has not stepped on it
                     for state in states:
                         state[key] = common.clone()
 

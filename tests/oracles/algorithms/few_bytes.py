@@ -1,0 +1,83 @@
+"""Rules of algorithms that send a few bits or a few elements; they share the compressor with the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracles.algorithms.simulation import Feedback, Lossy, Replicas, Rule, mean, there_and_back
+from oracles.algorithms.weights import DiLoCo
+
+
+class FeedbackByStream(Feedback):
+    """Where each stream has an encoder of its own, which counts what it sends."""
+
+    def __init__(self, make: Callable[[], Any], feedback: bool = True) -> None:
+        super().__init__(torch.clone)
+        self.make, self.feedback = make, feedback
+        self.of_stream: dict[Hashable, Lossy] = {}
+
+    def send(self, tensor: Tensor, stream: Hashable) -> Tensor:
+        self.q = self.of_stream.setdefault(stream, there_and_back(self.make()))
+        return super().send(tensor, stream) if self.feedback else self.q(tensor.clone())
+
+
+class MajorityVote(Rule):
+    """g <- 1 where at least half of the ranks have a gradient of zero or more, and -1 elsewhere."""
+
+    takes_buffers_of_rank_0 = True
+
+    def after_backward(self, replicas: Replicas) -> None:
+        for parameters in zip(*(model.parameters() for model in replicas.models), strict=True):
+            if replicas.size == 1 or all(each.grad is None for each in parameters):
+                continue
+            votes = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+            total = torch.stack([torch.where(vote >= 0, 1.0, -1.0) for vote in votes]).sum(0)
+            for each in parameters:
+                each.grad = torch.where(total >= 0, 1.0, -1.0).to(each.dtype)
+
+
+class GatheredDiLoCo(DiLoCo):
+    """As DiLoCo, with mean q(theta - x)."""
+
+    def __init__(self, interval: int, q: Lossy) -> None:
+        super().__init__(interval)
+        self.gathered = q
+
+    def after_step(self, replicas: Replicas) -> None:
+        if (replicas.round + 1) % self.interval == 0:
+            length, flats = replicas.num_parameters(), replicas.flats()
+            replicas.set(
+                torch.cat([self.theta - self.gathered(self.theta - flat[:length]), flat[length:]]) for flat in flats
+            )
+        super().after_step(replicas)
+
+
+class SparseLoCo(Rule):
+    """m <- 0.95 m + (theta - x); each sends q(m), which leaves m; theta, x <- theta - mean of what was sent.
+
+    Buffers: their mean. Frozen parameters do not travel.
+    """
+
+    def __init__(self, interval: int, q: Lossy) -> None:
+        self.interval, self.q = interval, q
+
+    def start(self, replicas: Replicas) -> None:
+        parameters = list(replicas.models[0].parameters())
+        self.travels = torch.cat([torch.full((each.numel(),), each.requires_grad) for each in parameters])
+        self.theta = replicas.flats()[0][: self.travels.numel()]
+        self.m = [torch.zeros_like(self.theta[self.travels])] * replicas.size
+
+    def after_step(self, replicas: Replicas) -> None:
+        if (replicas.round + 1) % self.interval or replicas.size == 1:
+            return
+        flats, length, travels = replicas.flats(), self.travels.numel(), self.travels
+        changes = [(self.theta - flat[:length])[travels] for flat in flats]
+        changed = [0.95 * m + change for m, change in zip(self.m, changes, strict=True)]
+        sent = [self.q(each) for each in changed]
+        self.m = [each - gone for each, gone in zip(changed, sent, strict=True)]
+        self.theta[travels] -= mean(sent)
+        replicas.set([torch.cat([self.theta, mean([flat[length:] for flat in flats])])] * replicas.size)
