@@ -34,4 +34,4 @@ def grid(names: str, *values: Any, sample: int = 5) -> Any:
 
 
 def _name(value: Any) -> str:
-    return "".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return "".join(map(str, value)) if isinstance(value, list | tuple) else getattr(value, "name", str(value))

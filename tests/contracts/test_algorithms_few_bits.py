@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts.catalogue import INNER, layouts, rule_of
+from contracts.catalogue import FEW_BYTES, INNER, Entry, layouts, rule_of
 from contracts.grids import HOSTS, SIZES, grid
 from contracts.test_algorithms_state import check_resumption
 from contracts.training import assert_close, by_step, regression, spread, step, train_world
@@ -61,6 +61,32 @@ def test_a_majority_votes(size: int) -> None:
     task = regression("sgd", torch.float32)
     runs = train_world(size, "gradient_allreduce:compressor=majority_vote", task, STEPS)
     assert_close(by_step(runs), simulate(MajorityVote(), task, size, STEPS), within=0.0)
+
+
+def votes_in_a_join(transport: Transport) -> list[list[float]]:
+    """The gradients of a loop over data of which rank 2 has a batch more than the others."""
+    ddp = DDP(torch.nn.Linear(3, 1, bias=False), transport, algorithm="gradient_allreduce:compressor=majority_vote")
+    batches = [torch.tensor([[-1.0, -2.0, 3.0]])] * (2 if transport.rank == 2 else 1)
+    found = []
+    for batch in ddp.join(batches):
+        ddp.zero_grad()
+        ddp(batch).sum().backward()
+        found.append(ddp.module.weight.grad.view(-1).tolist())
+    ddp.close()
+    return found
+
+
+def test_ranks_that_have_run_out_of_data_do_not_vote() -> None:
+    for found in run_world(votes_in_a_join, 3, timeout=SECONDS):
+        assert found == [[-1.0, -1.0, 1.0], [-3.0, -3.0, 3.0]]  # the mean over the data is three times that over ranks
+
+
+@grid("entry, size", FEW_BYTES, SIZES, sample=20)
+def test_every_size(entry: Entry, size: int) -> None:
+    task = entry.fit(regression("momentum"))
+    runs = train_world(size, entry.make(), task, STEPS)
+    assert_close(by_step(runs), simulate(entry.rule(runs), task, size, STEPS))
+    assert not entry.lockstep or all(spread(each) == 0 for each in by_step(runs))
 
 
 @pytest.mark.parametrize("name", ["topk", "randomk", "uint4"])

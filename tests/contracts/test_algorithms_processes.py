@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
@@ -21,9 +19,19 @@ def train_all(transport: Transport) -> list[Run]:
     return [train(transport, entry.make(), entry.fit(regression("momentum")), STEPS) for entry in EVERYTHING]
 
 
-@pytest.mark.parametrize("hosts", [pytest.param([0, 0, 0], marks=pytest.mark.slow), [0, 1, 1, 0]], ids=["one", "two"])
-def test_every_algorithm_between_processes(hosts: Sequence[int]) -> None:
-    by_rank = run_world(train_all, len(hosts), kind="processes", hosts=hosts, timeout=SECONDS)
+WORLDS = {  # the transport, and on which hosts the ranks are
+    "hosts": ("shared_memory", [0, 1, 1, 0]),
+    "one host": ("shared_memory", [0, 0, 0]),
+    "gloo": ("gloo", [0, 0, 0]),
+    "five on gloo": ("gloo", [0, 0, 0, 0, 0]),
+    "hierarchical": ("hierarchical", [0, 1, 1, 0]),
+}
+
+
+@pytest.mark.parametrize("world", [pytest.param(each, marks=[pytest.mark.slow] * (each != "hosts")) for each in WORLDS])
+def test_every_algorithm_between_processes(world: str) -> None:
+    transport, hosts = WORLDS[world]
+    by_rank = run_world(train_all, len(hosts), kind="processes", transport=transport, hosts=hosts, timeout=SECONDS)
     for entry, runs in zip(EVERYTHING, zip(*by_rank, strict=True), strict=True):
         wanted = simulate(entry.rule(runs), entry.fit(regression("momentum")), len(hosts), STEPS, hosts)
         assert_close(by_step(runs), wanted)

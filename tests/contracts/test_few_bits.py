@@ -89,7 +89,8 @@ def test_what_is_not_finite_is_no_sign(kind: str) -> None:
 def test_signs_without_a_scale_are_votes() -> None:
     values = torch.tensor([3.0, -0.5, 0.0, -0.0, -1e-30])
     assert round_trip(Sign(scaled=False), values).tolist() == [1, -1, 1, 1, -1]
-    assert round_trip(Sign(), torch.zeros(9)).tolist() == [0] * 9
+    for scaled in (True, False):
+        assert round_trip(Sign(scaled=scaled), torch.zeros(9)).tolist() == [0] * 9
 
 
 # A few elements

@@ -32,7 +32,7 @@ def inner_of(name: str) -> Compressor:
         case "uint4":
             return murmura.MinMaxUInt4(8)
         case "sparse_loco":
-            return murmura.TopKTwoBit(16, 5)
+            return murmura.TopKTwoBit(64, 16)
     raise AssertionError(name)
 
 

@@ -405,5 +405,5 @@ def simulate(script: Script, layouts: Sequence[Layout] = ()) -> list[Tensor]:
                 del waits[number]
             except Undetermined:
                 num_determined = min(len(rank.rows) for rank in ranks)
-                return [torch.stack(rank.rows)[:num_determined] for rank in ranks]
+                return [torch.stack(rank.rows[:num_determined] or [torch.empty(0)])[:num_determined] for rank in ranks]
     return [torch.stack(rank.rows) for rank in ranks]

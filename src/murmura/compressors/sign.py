@@ -19,8 +19,8 @@ class Sign(Compressor):
     """Sends an element as +s or -s, where s is the mean magnitude of its block; zero counts as positive.
 
     Without `scaled`, s is 1: then the mean over ranks, encoded again, is the majority vote of signSGD (arXiv
-    1810.05291), ties counting as positive. A block that holds an infinity or a NaN decodes to NaN. `block_size` is in
-    elements, a multiple of 8.
+    1810.05291), ties counting as positive. A block of zeros decodes to zeros: a rank that has run out of data does not
+    vote. A block that holds an infinity or a NaN decodes to NaN. `block_size` is in elements, a multiple of 8.
     """
 
     block_size: int = 4096
@@ -58,7 +58,7 @@ class Sign(Compressor):
         means = [torch.stack(whole).mean(1)] if whole else []
         means += [each.mean().view(1) for each in blocks[len(whole) :]]
         scales = torch.cat([torch.zeros(0, dtype=dtype, device=values.device), *means])
-        return torch.where(scales.isfinite(), scales if self.scaled else 1.0, torch.nan).to(dtype)
+        return torch.where(scales.isfinite(), scales if self.scaled else scales.sign(), torch.nan).to(dtype)
 
     def decompress(self, payload: Tensor, out: Tensor) -> None:
         check_call(self, out, payload)
