@@ -38,6 +38,8 @@ def inner_of(name: str) -> Compressor:
 
 def lopsided(rank: int, size: int, number: int) -> Neighbours:
     """To the next rank: half of what a rank holds, but a quarter of what rank 0 does."""
+    if size == 1:
+        return Neighbours([], [], [1.0])
     former, share = (rank - 1) % size, 0.75 if rank == 0 else 0.5
     return Neighbours([(rank + 1) % size], [former], [share, 0.25 if former == 0 else 0.5])
 
