@@ -102,7 +102,8 @@ def test_few_bits_are_as_simulated(nccl: OneGPU) -> None:
     by_rank = nccl.run(train_with_few_bits)
     for name, runs in zip(FEW_BITS, zip(*by_rank, strict=True), strict=True):
         assert_close(by_step(runs), simulate(few_bits_rule(name, runs), few_bits_task(name), nccl.num_ranks, STEPS))
-        assert all(torch.equal(run.flats[-1], runs[0].flats[-1]) for run in runs), name
+        if name != "sparse_loco":  # its last step is a local one
+            assert all(torch.equal(run.flats[-1], runs[0].flats[-1]) for run in runs), name
 
 
 def step_behind_a_kernel(transport: Transport, name: str) -> tuple[float, float]:
