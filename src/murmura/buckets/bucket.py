@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,30 +37,27 @@ class Bucket:
         """`flat`, a tensor as long as the bucket's own, cut by parameter, with the parameters' shapes and strides."""
         return [_view_like(*each) for each in zip(torch.split(flat, self.numels), self.parameters, strict=True)]
 
-    def copy_gradients_in(self, slots: Sequence[int], *, as_views: bool = True) -> bool:
-        """Copy the gradients of `parameters[slot]` into the bucket, and make `.grad` a view of it there if `as_views`.
+    def copy_in(self, gradients: Mapping[int, Tensor], *, as_views: bool = True) -> bool:
+        """Copy gradients, by the slot of their parameter, into the bucket; make `.grad` a view of it if `as_views`.
 
         On a GPU one kernel copies many. A gradient with a graph of its own stays where it is; whether there is one is
         returned.
         """
-        outside = [(slot, gradient) for slot in slots if (gradient := self._outside(slot)) is not None]
-        if not outside:
-            return False
-        if self.gpu is None:
-            for slot, gradient in outside:
-                self.views[slot].copy_(gradient.detach())
-        else:
+        if self.gpu is not None and gradients:
             with torch.no_grad():
-                torch._foreach_copy_([self.views[slot] for slot, _ in outside], [each for _, each in outside])
+                torch._foreach_copy_([self.views[slot] for slot in gradients], list(gradients.values()))
         has_graphs = False
-        for slot, gradient in outside:
+        for slot, gradient in gradients.items():
+            parameter = self.parameters[slot]
+            if self.gpu is None:
+                self.views[slot].copy_(gradient.detach())
             if gradient.requires_grad:
                 has_graphs = True
-            elif as_views:
-                self.parameters[slot].grad = self.views[slot]
+            elif as_views and parameter.grad is gradient:
+                parameter.grad = self.views[slot]
         return has_graphs
 
-    def _outside(self, slot: int) -> Tensor | None:
+    def gradient_outside(self, slot: int) -> Tensor | None:
         """The gradient of `parameters[slot]`, unless it is in the bucket already; `UsageError` if it does not fit."""
         view, gradient = self.views[slot], self.parameters[slot].grad
         if gradient is view:
