@@ -20,7 +20,7 @@ from murmura.compressors.base import working_dtype
 LONGEST_BLOCK = 2**14  # a longer one does not fit into the registers of one program
 LONGEST_TILE = 2**10
 ENCODED_PER_WARP, DECODED_PER_WARP = 2**10, 2**9  # elements; the fastest of those that were tried on an H200
-PAIRS_TILE = 2**11  # elements that a program takes if blocks are shorter, as those of four bits are
+PAIRS_TILE = 2**10  # elements that a program takes if blocks are shorter, as those of four bits are
 
 LIFT, TINY, SINK = tl.constexpr(plain.LIFT), tl.constexpr(plain.TINY), tl.constexpr(plain.SINK)
 ROUND_UP, DROPPED_BITS = tl.constexpr(plain.ROUND_UP), tl.constexpr(plain.DROPPED_BITS)
@@ -152,7 +152,7 @@ def _decode(
     tl.store(out + inside, decoded, mask=is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numel", "block"])  # a kernel for each length would have to be compiled
 def _encode_pairs(
     values,
     pairs,
@@ -173,6 +173,8 @@ def _encode_pairs(
     `block` is even, unless there is one block only.
     """
     first = tl.program_id(0).to(tl.int64) * height
+    if not is_masked:
+        block = width  # as the launch has seen to: so the compiler knows
     values += first * block
     pairs += first * (block // 2)
     headers += 2 * first
@@ -192,11 +194,11 @@ def _encode_pairs(
     base, step, anchor, lift, inverse, zero, is_finite = _grid(low, high, 15, dtype, integer, few_bits, smallest_lifted)
     shift = zero + tl.full((), magic, dtype)
     code = (x - anchor[:, None]) * lift[:, None] * inverse[:, None] + shift[:, None]
-    code = tl.where(is_finite[:, None], code.to(integer, bitcast=True) & 0xF, 0).to(tl.uint8)
+    code = code.to(integer, bitcast=True)
     if is_masked:
-        code = tl.where(is_there, code, 0).to(tl.uint8)
+        code = tl.where(is_there, code, 0)
     even, odd = tl.split(tl.reshape(code, (height, width // 2, 2)))
-    packed = even | (odd << 4)
+    packed = tl.where(is_finite[:, None], (even & 0xF) | ((odd & 0xF) << 4), 0).to(tl.uint8)
     targets = pairs + row[:, None] * (block // 2) + byte
     if is_masked:
         tl.store(targets, packed, mask=(2 * byte < block) & (row[:, None] * block + 2 * byte < left))
@@ -209,7 +211,7 @@ def _encode_pairs(
         tl.store(headers + 2 * row + 1, step)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numel", "block"])
 def _decode_pairs(
     pairs,
     headers,
@@ -225,6 +227,8 @@ def _decode_pairs(
 ):
     """A program decodes what one of `_encode_pairs` has encoded."""
     first = tl.program_id(0).to(tl.int64) * height
+    if not is_masked:
+        block = width
     pairs += first * (block // 2)
     headers += 2 * first
     out += first * block
