@@ -152,7 +152,7 @@ def _decode(
     tl.store(out + inside, decoded, mask=is_there)
 
 
-@triton.jit(do_not_specialize=["numel", "block"])  # a kernel for each length would have to be compiled
+@triton.jit
 def _encode_pairs(
     values,
     pairs,
@@ -173,8 +173,6 @@ def _encode_pairs(
     `block` is even, unless there is one block only.
     """
     first = tl.program_id(0).to(tl.int64) * height
-    if not is_masked:
-        block = width  # as the launch has seen to: so the compiler knows
     values += first * block
     pairs += first * (block // 2)
     headers += 2 * first
@@ -194,11 +192,11 @@ def _encode_pairs(
     base, step, anchor, lift, inverse, zero, is_finite = _grid(low, high, 15, dtype, integer, few_bits, smallest_lifted)
     shift = zero + tl.full((), magic, dtype)
     code = (x - anchor[:, None]) * lift[:, None] * inverse[:, None] + shift[:, None]
-    code = code.to(integer, bitcast=True)
+    code = tl.where(is_finite[:, None], code.to(integer, bitcast=True) & 0xF, 0).to(tl.uint8)
     if is_masked:
-        code = tl.where(is_there, code, 0)
+        code = tl.where(is_there, code, 0).to(tl.uint8)
     even, odd = tl.split(tl.reshape(code, (height, width // 2, 2)))
-    packed = tl.where(is_finite[:, None], (even & 0xF) | ((odd & 0xF) << 4), 0).to(tl.uint8)
+    packed = even | (odd << 4)
     targets = pairs + row[:, None] * (block // 2) + byte
     if is_masked:
         tl.store(targets, packed, mask=(2 * byte < block) & (row[:, None] * block + 2 * byte < left))
@@ -211,7 +209,7 @@ def _encode_pairs(
         tl.store(headers + 2 * row + 1, step)
 
 
-@triton.jit(do_not_specialize=["numel", "block"])
+@triton.jit
 def _decode_pairs(
     pairs,
     headers,
@@ -227,8 +225,6 @@ def _decode_pairs(
 ):
     """A program decodes what one of `_encode_pairs` has encoded."""
     first = tl.program_id(0).to(tl.int64) * height
-    if not is_masked:
-        block = width
     pairs += first * (block // 2)
     headers += 2 * first
     out += first * block
