@@ -248,8 +248,9 @@ class GradientReducer:
         finish = self.hook.start(bucket, is_last=is_last) if self.hook is not None else None
 
         def exchange() -> None:
-            self._copy_in(bucket, outside)
-            outside.clear()  # their memory is free for the rest of backward
+            if outside:
+                self._copy_in(bucket, outside)
+                outside.clear()  # their memory is free for the rest of backward
             with exchanging(self.observer, "bucket", bucket.index):
                 if finish is None:
                     self.exchange(bucket)
