@@ -34,12 +34,20 @@ from murmura import (
     TopK,
     TopKTwoBit,
 )
-from oracles.algorithms.few_bytes import FeedbackByStream, MajorityVote, SparseLoCo
+from oracles.algorithms.few_bytes import FeedbackByStream, MajorityVote
 from oracles.algorithms.gradients import AllReduce, GatheredAllReduce, QAdam
 from oracles.algorithms.powersgd import PowerSGD
 from oracles.algorithms.push_sum import Gossip, PushSum, exponential, lopsided, one_peer_exponential
 from oracles.algorithms.simulation import Rule, there_and_back
-from oracles.algorithms.weights import AsyncModelAverage, Decentralized, DiLoCo, LocalSGD, LowPrecision, WithMoments
+from oracles.algorithms.weights import (
+    AsyncModelAverage,
+    Decentralized,
+    DiLoCo,
+    LocalSGD,
+    LowPrecision,
+    SparseLoCo,
+    WithMoments,
+)
 from sequences.algorithms import lopsided as lopsided_topology
 
 QADAM = {"lr": 0.01, "warmup": 3, "weight_decay": 0.01}
@@ -166,7 +174,7 @@ FEW_BYTES = (
     Entry(
         "sparse_loco",
         lambda: DiLoCoAlgorithm(2, 1.0, 0.0, compressor=ErrorFeedback(TopKTwoBit(16, 4), decay=0.95)),
-        lambda runs: SparseLoCo(2, there_and_back(TopKTwoBit(16, 4))),
+        lambda runs: SparseLoCo(2, 0.95, there_and_back(TopKTwoBit(16, 4))),
         is_rough=True,
     ),
     Entry(

@@ -30,10 +30,10 @@ from murmura import (
     run_world,
 )
 from murmura.algorithms import algorithm_named
-from oracles.algorithms.few_bytes import FeedbackByStream, GatheredDiLoCo, MajorityVote, SparseLoCo
+from oracles.algorithms.few_bytes import FeedbackByStream, GatheredDiLoCo, MajorityVote
 from oracles.algorithms.gradients import GatheredAllReduce, QAdam
 from oracles.algorithms.simulation import Task, simulate, there_and_back
-from oracles.algorithms.weights import DiLoCo
+from oracles.algorithms.weights import DiLoCo, SparseLoCo
 from worlds import SECONDS
 
 STEPS = 4
@@ -160,13 +160,11 @@ def test_resumed_moments_continue_bit_for_bit(name: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_sparse_loco_is_as_the_paper_says(size: int) -> None:
-    """m <- 0.95 m + (theta - x); each sends q(m), which leaves m; theta <- theta - mean of what was sent."""
     task = regression("adam")
-    q = there_and_back(TopKTwoBit(16, 4))
-
+    rule = SparseLoCo(2, 0.95, there_and_back(TopKTwoBit(16, 4)))
     name = "sparse_loco:interval=2:compressor=topk2bit(chunk_size=16:count=4:decay=0.95)"
     flats = by_step(train_world(size, name, task, 6))
-    assert_close(flats, simulate(SparseLoCo(2, q), task, size, 6))
+    assert_close(flats, simulate(rule, task, size, 6))
     assert algorithm_named("sparse_loco") == DiLoCoAlgorithm(
         20, 1.0, 0.0, compressor=ErrorFeedback(TopKTwoBit(), decay=0.95)
     )

@@ -1,9 +1,9 @@
 """Has the gradients of a round copied into their buckets, and exchanges full buckets while backward goes on.
 
-Gradient hooks only copy and enqueue. Buckets go to the communication thread, or stream, in index order on every rank,
-whatever the order in which gradients come; where that thread would take a core from backward, they are exchanged after
-it. `finish` fills what got no gradient, exchanges the round's tail, waits for everything, and gives parameters that
-only other ranks used their gradient.
+Buckets go to the communication thread, or stream, in index order on every rank, whatever the order in which gradients
+come. That thread may also copy the gradients into them; else the gradient hooks do. Where it would
+take a core from backward, buckets are exchanged after backward. `finish` fills what got no gradient, exchanges the
+round's tail, waits for everything, and gives parameters that only other ranks used their gradient.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from murmura.observe.observer import Observer, exchanging
 from murmura.transports.cuda_launches import current_stream
 
 log = logging.getLogger("murmura")
+
+NUM_OUTSIDE = 2  # how many buckets' gradients may wait outside them, which takes as much memory again
 
 
 class GradientReducer:
@@ -89,6 +91,7 @@ class GradientReducer:
         """Forget the round under way; nothing of it may be in flight."""
         self._ready = [[False] * len(bucket.parameters) for bucket in self.buckets]
         self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._outside: list[dict[int, Tensor]] = [{} for _ in self.buckets]  # by slot, still to be copied
         self._tickets: list[PendingExchange] = []
         self._streams: dict[int, torch.cuda.Stream] = {}  # those on which gradients of the round have come
         self._failure: BaseException | None = None  # of the first exchange of the round that failed
@@ -130,24 +133,29 @@ class GradientReducer:
 
     def add(self, parameter: nn.Parameter, number: int, *, send: bool = True) -> None:
         """A gradient of round `number` is complete: copy it into its bucket, and `send` the buckets that are full."""
-        if id(parameter) not in self._where:  # thawed: it takes part when the round has begun
+        place = self._where.get(id(parameter))
+        if place is None:  # thawed: it takes part when the round has begun
             return
-        bucket, slot = self._where[id(parameter)]
-        if bucket.index < len(self._tickets):
+        bucket, slot = place
+        index, gpu = bucket.index, bucket.gpu
+        if index < len(self._tickets):
             raise UsageError(
                 f"parameter {bucket.names[slot]!r} got a second gradient in one backward, after the first had been "
                 "exchanged. Does a checkpointed block run twice? Use checkpoint(..., use_reentrant=False); or "
                 "accumulate inside ddp.no_sync() and call ddp.sync_gradients() after the last backward."
             )
-        if bucket.flat.is_cuda:
-            self._note_stream(bucket.flat.get_device())
-        else:
-            self._copy_in(bucket, [slot])
-        if not self._ready[bucket.index][slot]:
-            self._ready[bucket.index][slot] = True
-            self._num_missing[bucket.index] -= 1
+        if gpu is None:
+            self._take(bucket, slot)
+        else:  # all of them are copied when the bucket is full, after the streams that they came on
+            raw: int = torch._C._cuda_getCurrentRawStream(gpu)  # a Stream object would cost as much as the rest
+            if raw not in self._streams:
+                self._streams[raw] = current_stream(gpu)
+        ready = self._ready[index]
+        if not ready[slot]:
+            ready[slot] = True
+            self._num_missing[index] -= 1
             self.observed.append(parameter)
-        if send and self._num_missing[bucket.index] == 0 and self._in_background:
+        if send and self._num_missing[index] == 0 and self._in_background:
             for full in self.buckets[len(self._tickets) :]:
                 if self._num_missing[full.index]:
                     break
@@ -165,8 +173,8 @@ class GradientReducer:
                     continue
                 # A gradient from before counts even if the last micro-batch did not use the parameter, or it is frozen.
                 if parameter.grad is not None:
-                    if not bucket.flat.is_cuda:
-                        self._copy_in(bucket, [slot])
+                    if bucket.gpu is None:
+                        self._take(bucket, slot)
                     self._ready[bucket.index][slot] = True
                 else:
                     bucket.views[slot].zero_()
@@ -183,27 +191,40 @@ class GradientReducer:
             self._copy_out()
         self.reset()
 
-    def _note_stream(self, device: int) -> None:
-        """A gradient has come on the current stream of `device`."""
-        raw: int = torch._C._cuda_getCurrentRawStream(device)  # a Stream object would cost as much as the rest
-        if raw not in self._streams:
-            self._streams[raw] = current_stream(device)
-
     def _gather(self, bucket: Bucket) -> None:
         """Copy all gradients of `bucket`, which are on a GPU, into it, after the streams that they came on."""
-        current = current_stream(bucket.flat.get_device())
+        assert bucket.gpu is not None
+        current = current_stream(bucket.gpu)
         ready = [slot for slot, is_ready in enumerate(self._ready[bucket.index]) if is_ready]
+        outside = {slot: gradient for slot in ready if (gradient := bucket.gradient_outside(slot)) is not None}
         for stream in self._streams.values():
             if stream != current:
                 current.wait_stream(stream)
-                for slot in ready:
-                    gradient = bucket.parameters[slot].grad
-                    if gradient is not None:  # its memory must outlive the copy, on whichever stream it was made
-                        gradient.record_stream(current)
-        self._copy_in(bucket, ready)
+                for gradient in outside.values():  # its memory must outlive the copy, on whichever stream it was made
+                    gradient.record_stream(current)
+        self._copy_in(bucket, outside)
 
-    def _copy_in(self, bucket: Bucket, slots: Sequence[int]) -> None:
-        has_graph = bucket.copy_gradients_in(slots, as_views=self._as_views)
+    def _take(self, bucket: Bucket, slot: int) -> None:
+        """Have a gradient, which is on the CPU, copied into its bucket, here or by the thread that exchanges it."""
+        gradient = bucket.gradient_outside(slot)
+        if gradient is None:
+            return
+        if self.hook is None and self._in_background and self._would_copy_in_time(bucket):
+            self._outside[bucket.index][slot] = gradient
+        else:
+            self._copy_in(bucket, {slot: gradient})
+
+    def _would_copy_in_time(self, bucket: Bucket) -> bool:
+        """Whether the communication thread can copy the gradients of `bucket`, and does not lag behind.
+
+        Where torch has several threads, they copy faster, and that thread would get a second set of them.
+        """
+        earlier = bucket.index - NUM_OUTSIDE
+        keeps_up = earlier < 0 or (earlier < len(self._tickets) and self._tickets[earlier].done())
+        return keeps_up and torch.get_num_threads() == 1
+
+    def _copy_in(self, bucket: Bucket, gradients: Mapping[int, Tensor]) -> None:
+        has_graph = bucket.copy_in(gradients, as_views=self._as_views)
         if has_graph and not self._has_graphs:
             log.warning("backward(create_graph=True): gradients are averaged, but not through their graphs")
         self._has_graphs |= has_graph
@@ -219,14 +240,18 @@ class GradientReducer:
                     parameter.grad = view.clone()
 
     def _send(self, bucket: Bucket, number: int) -> None:
-        if bucket.flat.is_cuda:
+        if bucket.gpu is not None:
             self._gather(bucket)
+        outside = self._outside[bucket.index]
         what = f"bucket {bucket.index} (first parameter {bucket.names[0]!r}) of round {number}"
 
         is_last = bucket.index == len(self.buckets) - 1
         finish = self.hook.start(bucket, is_last=is_last) if self.hook is not None else None
 
         def exchange() -> None:
+            if outside:
+                self._copy_in(bucket, outside)
+                outside.clear()  # their memory is free for the rest of backward
             with exchanging(self.observer, "bucket", bucket.index):
                 if finish is None:
                     self.exchange(bucket)

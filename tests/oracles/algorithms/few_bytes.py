@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracles.algorithms.simulation import Feedback, Lossy, Replicas, Rule, mean, there_and_back
+from oracles.algorithms.simulation import Feedback, Lossy, Replicas, Rule, there_and_back
 from oracles.algorithms.weights import DiLoCo
 
 
@@ -54,30 +54,3 @@ class GatheredDiLoCo(DiLoCo):
                 torch.cat([self.theta - self.gathered(self.theta - flat[:length]), flat[length:]]) for flat in flats
             )
         super().after_step(replicas)
-
-
-class SparseLoCo(Rule):
-    """m <- 0.95 m + (theta - x); each sends q(m), which leaves m; theta, x <- theta - mean of what was sent.
-
-    Buffers: their mean. Frozen parameters do not travel.
-    """
-
-    def __init__(self, interval: int, q: Lossy) -> None:
-        self.interval, self.q = interval, q
-
-    def start(self, replicas: Replicas) -> None:
-        parameters = list(replicas.models[0].parameters())
-        self.travels = torch.cat([torch.full((each.numel(),), each.requires_grad) for each in parameters])
-        self.theta = replicas.flats()[0][: self.travels.numel()]
-        self.m = [torch.zeros_like(self.theta[self.travels])] * replicas.size
-
-    def after_step(self, replicas: Replicas) -> None:
-        if (replicas.round + 1) % self.interval or replicas.size == 1:
-            return
-        flats, length, travels = replicas.flats(), self.travels.numel(), self.travels
-        changes = [(self.theta - flat[:length])[travels] for flat in flats]
-        changed = [0.95 * m + change for m, change in zip(self.m, changes, strict=True)]
-        sent = [self.q(each) for each in changed]
-        self.m = [each - gone for each, gone in zip(changed, sent, strict=True)]
-        self.theta[travels] -= mean(sent)
-        replicas.set([torch.cat([self.theta, mean([flat[length:] for flat in flats])])] * replicas.size)

@@ -122,6 +122,33 @@ class DiLoCo(Rule):
         replicas.set([torch.cat([self.theta, buffers])] * replicas.size)
 
 
+class SparseLoCo(Rule):
+    """m <- decay m + theta - x; each sends q(m), which leaves m; theta, x <- theta - mean of what was sent.
+
+    Buffers: their mean. Frozen parameters do not travel.
+    """
+
+    def __init__(self, interval: int, decay: float, q: Lossy) -> None:
+        self.interval, self.decay, self.q = interval, decay, q
+
+    def start(self, replicas: Replicas) -> None:
+        parameters = list(replicas.models[0].parameters())
+        self.travels = torch.cat([torch.full((each.numel(),), each.requires_grad) for each in parameters])
+        self.theta = replicas.flats()[0][: self.travels.numel()]
+        self.m = [torch.zeros_like(self.theta[self.travels])] * replicas.size
+
+    def after_step(self, replicas: Replicas) -> None:
+        if (replicas.round + 1) % self.interval or replicas.size == 1:
+            return
+        flats, length, travels = replicas.flats(), self.travels.numel(), self.travels
+        changes = [(self.theta - flat[:length])[travels] for flat in flats]
+        changed = [self.decay * m + change for m, change in zip(self.m, changes, strict=True)]
+        sent = [self.q(each) for each in changed]
+        self.m = [each - gone for each, gone in zip(changed, sent, strict=True)]
+        self.theta[travels] -= mean(sent)
+        replicas.set([torch.cat([self.theta, mean([flat[length:] for flat in flats])])] * replicas.size)
+
+
 class AsyncModelAverage(Rule):
     """Snapshots before round t when t % interval = 0; mean - snapshot is added before round t + 1."""
 
