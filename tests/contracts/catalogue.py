@@ -34,7 +34,7 @@ from murmura import (
     TopK,
     TopKTwoBit,
 )
-from oracles.algorithms.few_bytes import FeedbackByStream, MajorityVote
+from oracles.algorithms.few_bytes import FeedbackByStream
 from oracles.algorithms.gradients import AllReduce, GatheredAllReduce, QAdam
 from oracles.algorithms.powersgd import PowerSGD
 from oracles.algorithms.push_sum import Gossip, PushSum, exponential, lopsided, one_peer_exponential
@@ -159,7 +159,7 @@ FEW_BYTES = (
     Entry(
         "majority_vote",
         lambda: GradientAllReduceAlgorithm(compressor="majority_vote"),
-        lambda runs: MajorityVote(),
+        lambda runs: AllReduce(q=there_and_back(Sign(scaled=False)), layout=layouts(runs)),
         lockstep=True,
         is_rough=True,
     ),

@@ -32,10 +32,7 @@ class MajorityVote(Rule):
 
     def after_backward(self, replicas: Replicas) -> None:
         for parameters in zip(*(model.parameters() for model in replicas.models), strict=True):
-            if replicas.size == 1 or all(each.grad is None for each in parameters):
-                continue
-            votes = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
-            total = torch.stack([torch.where(vote >= 0, 1.0, -1.0) for vote in votes]).sum(0)
+            total = torch.stack([torch.where(each.grad >= 0, 1.0, -1.0) for each in parameters]).sum(0)
             for each in parameters:
                 each.grad = torch.where(total >= 0, 1.0, -1.0).to(each.dtype)
 
