@@ -13,7 +13,7 @@ FROZEN = -1
 
 
 def fragments_of(replicas: Replicas, count: int) -> Tensor:
-    """The fragment of each element of a flat: equal runs of the trained parameters of a dtype; buffers have the last."""
+    """The fragment of each element of a flat: equal runs of the trained parameters of a dtype; the last has buffers."""
     model = replicas.models[0]
     parameters = list(model.parameters())
     places = torch.split(torch.arange(replicas.num_parameters()), [each.numel() for each in parameters])
@@ -21,9 +21,7 @@ def fragments_of(replicas: Replicas, count: int) -> Tensor:
     result[: replicas.num_parameters()] = FROZEN
     for dtype in {each.dtype for each in parameters}:
         trained = [
-            place
-            for place, each in zip(places, parameters, strict=True)
-            if each.requires_grad and each.dtype is dtype
+            place for place, each in zip(places, parameters, strict=True) if each.requires_grad and each.dtype is dtype
         ]
         if trained:
             whole = torch.cat(trained)
