@@ -168,7 +168,7 @@ def test_the_bytes_are_those_of_one_fragment_at_a_time() -> None:
         sum(MinMaxUInt4().payload_bytes(chunk.stop - chunk.start, torch.float32) for chunk in chunks(numel, 2))
         for numel in (65, 65, 65, 64)
     ]
-    wanted = [0, sizes[0], 0, sizes[1], 0, sizes[2], 0, sizes[3]]
+    wanted = [0, sizes[1], 0, sizes[2], 0, sizes[3], 0, sizes[0]]
     assert run_world(sent_by_round, 2, algorithm, 16, timeout=SECONDS) == [wanted * 2] * 2
     large = 4 * 100_000
     assert algorithm.bytes_per_round(large, 2) == 4 * MinMaxUInt4().payload_bytes(large // 4, torch.float32) / 8
@@ -176,7 +176,7 @@ def test_the_bytes_are_those_of_one_fragment_at_a_time() -> None:
 
 
 def test_nobody_waits_before_the_overlap_is_over() -> None:
-    """Rank 1 begins its second round when rank 0 has ended three of them, and the exchange of the first goes on."""
+    """Rank 1 begins round 4, after which an exchange begins, when rank 0 has come to the end of round 6."""
     far_enough = threading.Event()
 
     def visit(transport: Transport) -> Tensor:
@@ -185,7 +185,7 @@ def test_nobody_waits_before_the_overlap_is_over() -> None:
         optimizer = task.make_optimizer(ddp.parameters())
         for number in range(9):
             step(ddp, optimizer, task, number, transport.rank)
-            if number == 5 and transport.rank == 0:  # the exchange began after round 3, and ends after round 6
+            if number == 6 and transport.rank == 0:  # an exchange began after round 4, and ends after round 7
                 far_enough.set()
             elif number == 3 and transport.rank == 1:
                 assert far_enough.wait(SECONDS)
@@ -216,7 +216,7 @@ def test_looking_at_the_replicas_changes_nothing() -> None:
 
 @pytest.mark.parametrize("compressor", [None, "uint4"])
 def test_a_run_resumed_with_a_fragment_in_flight(compressor: str | None) -> None:
-    """Exchanges begin after rounds 1 and 3, and arrive two rounds later: each of four cuts is between."""
+    """Exchanges begin after rounds 1 and 3, and end two rounds later: three of four cuts are in between."""
     check_resumption(3, streaming(4, 2, 2, 0.5, compressor=compressor), regression("adam", torch.float32))
 
 
@@ -242,8 +242,8 @@ def test_parameters_thawed_while_a_fragment_is_in_flight(compressor: str | None)
         ddp = DDP(frozen_first(), transport, algorithm=streaming(4, 2, 2, 0.0, compressor=compressor))
         optimizer = task.make_optimizer(ddp.parameters())
         flats = []
-        for number in range(12):
-            if number == 2:  # the first of two fragments was sent after round 1
+        for number in range(10):
+            if number == 2:  # the second of two fragments was sent after round 1
                 ddp.module[0].requires_grad_(True)
             step(ddp, optimizer, task, number, transport.rank)
             flats.append(flat_of(ddp.module))
@@ -253,15 +253,15 @@ def test_parameters_thawed_while_a_fragment_is_in_flight(compressor: str | None)
 
     (flats, theta), (others, other_theta) = run_world(visit, 2, timeout=SECONDS)
     frozen, trained = 96, 163
-    sent = slice(frozen, frozen + (trained + 1) // 2)
+    sent = slice(frozen + (trained + 1) // 2, None)
     assert not torch.equal(flats[2][sent], others[2][sent])
     assert torch.equal(flats[3][sent], others[3][sent])
     assert not torch.equal(flats[3][:frozen], others[3][:frozen])  # they are trained, and have not been exchanged
     whole = torch.cat([each.view(-1) for each in theta.values()])
     assert whole.numel() == frozen + trained
     assert torch.equal(whole, torch.cat([each.view(-1) for each in other_theta.values()]))
-    sent_anew = slice(0, (frozen + trained + 1) // 2)  # after round 9, and taken over after round 11
-    assert torch.equal(flats[11][sent_anew], others[11][sent_anew])
+    sent_anew = slice(0, (frozen + trained + 1) // 2)  # after round 7, and taken over after round 9
+    assert torch.equal(flats[9][sent_anew], others[9][sent_anew])
 
 
 def test_weights_loaded_while_a_fragment_is_in_flight() -> None:
@@ -307,7 +307,7 @@ def test_an_exchange_that_fails_names_its_fragment() -> None:
 
     (message, *notes), _ = run_world(told, 2, timeout=SECONDS)
     assert "rank 1" in message
-    assert "This ended the exchange of fragment 0 of 2 (from 0), which began on rank 0 after round 1." in notes
+    assert "This ended the exchange of fragment 1 of 2 (from 0), which began on rank 0 after round 1." in notes
 
 
 # Choices
@@ -316,13 +316,12 @@ def test_an_exchange_that_fails_names_its_fragment() -> None:
 def test_options_of_the_name() -> None:
     name = "streaming_diloco:interval=20:fragments=4:overlap=5:alpha=0.5:compressor=uint4"
     made = algorithm_named(name)
-    assert made == algorithm_named("streaming_diloco")
-    assert made == StreamingDiLoCoAlgorithm(20, compressor=ErrorFeedback(MinMaxUInt4()))
+    assert made == StreamingDiLoCoAlgorithm(20, overlap=5, compressor=ErrorFeedback(MinMaxUInt4()))
+    assert algorithm_named("streaming_diloco") == StreamingDiLoCoAlgorithm(20, fragments=4, overlap=4, alpha=0.5)
     assert (made.period, made.hides_exchange, made.keeps_replicas_equal) == (20, True, False)
     plain = streaming(20, 1, 0, 0.0, compressor=None)
     assert (plain.hides_exchange, plain.keeps_replicas_equal) == (False, True)
-    assert StreamingDiLoCoAlgorithm(8).overlap == 2
-    assert StreamingDiLoCoAlgorithm(100).overlap == 5
+    assert [StreamingDiLoCoAlgorithm(each).overlap for each in (4, 8, 12, 100)] == [1, 1, 2, 5]
 
 
 @pytest.mark.parametrize(

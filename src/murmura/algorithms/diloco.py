@@ -57,7 +57,8 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
     θ are the common weights, the same bits on every rank, and x a rank's own. The parameters, end to end, are cut into
     `fragments` of equal length, each of which takes its turn once in `interval` rounds: d = mean(θ - x), v ← μ v + d,
     θ ← θ - lr (d + μ v), and `overlap` rounds later x ← α x + (1 - α) θ. Until then training goes on, and only one
-    fragment travels. Buffers go with the last one and are averaged plainly: momentum would carry a variance below zero.
+    fragment travels; the last arrives after every `interval`-th round. Buffers go with it and are averaged plainly:
+    momentum would carry a variance below zero.
     """
 
     interval: int
@@ -74,7 +75,8 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         self._channel = process_group.channel("fragments") if self.overlap else process_group
         self._background = BackgroundExchanges(self._channel)
         self._arrival: _Arrival | None = None
-        self._turns = {(index + 1) * self.interval // self.fragments: index for index in range(self.fragments)}
+        ends = [(index + 1) * self.interval // self.fragments for index in range(self.fragments)]
+        self._turns = {(end - self.overlap) % self.interval: index for index, end in enumerate(ends)}
 
     def use(self, weights: FlatWeights) -> None:
         self._await_exchange()
@@ -106,7 +108,7 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
 
     def _fragment_after(self, number: int) -> int | None:
         """The fragment whose exchange begins after round `number`."""
-        return self._turns.get(number % self.interval + 1)
+        return self._turns.get((number + 1) % self.interval)
 
     def is_due(self, number: int) -> bool:
         return self._fragment_after(number) is not None or self._fragment_after(number - self.overlap) is not None
@@ -115,7 +117,7 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         return self.overlap == 0 or self.averages_moments_after(number)
 
     def averages_moments_after(self, number: int) -> bool:
-        return self.average_moments and self._fragment_after(number) == self.fragments - 1
+        return self.average_moments and (number + 1) % self.interval == 0
 
     # What
 

@@ -27,9 +27,10 @@ class StreamingDiLoCoAlgorithmImpl(DiLoCoAlgorithmImpl):
 class StreamingDiLoCoAlgorithm(DiLoCoAlgorithm):
     """Exchanges the change of one of `fragments` at a time, each once in `interval` rounds, while training goes on.
 
-    The outcome is taken over `overlap` rounds later: the weights keep a share `alpha` of their own. At most one
-    fragment travels at any time, so `overlap` is at most interval // fragments; unless it is given it is that, but no
-    more than 5. With one fragment, no overlap, alpha 0 and no compressor it is `DiLoCoAlgorithm`, to the bit.
+    The outcome is taken over `overlap` rounds later: the weights keep a share `alpha` of their own. The last fragment
+    arrives after every `interval`-th round. At most one travels at any time, so `overlap` is at most
+    interval // fragments; unless it is given it is one less, but from 1 to 5. With one fragment, no overlap, alpha 0
+    and no compressor it is `DiLoCoAlgorithm`, to the bit.
     """
 
     impl: ClassVar[type[AlgorithmImpl]] = StreamingDiLoCoAlgorithmImpl
@@ -48,7 +49,7 @@ class StreamingDiLoCoAlgorithm(DiLoCoAlgorithm):
                 f"Give at most {self.interval}, or a longer interval."
             )
         gap = self.interval // self.fragments
-        overlap = min(gap, MOST_OVERLAP) if self.overlap is None else self.overlap
+        overlap = min(max(gap - 1, 1), MOST_OVERLAP) if self.overlap is None else self.overlap
         if isinstance(overlap, bool) or not isinstance(overlap, int) or not 0 <= overlap <= gap:
             raise ConfigError(
                 f"overlap={overlap!r} must be a whole number from 0 to {gap} (interval // fragments): then a fragment "

@@ -31,7 +31,7 @@ def fragments_of(replicas: Replicas, count: int) -> Tensor:
 
 
 class StreamingDiLoCo(Rule):
-    """Fragment p of P, after the steps t = (p + 1) H // P (mod H), counted from 1:
+    """Fragment p of P, after the steps t = (p + 1) H // P - overlap (mod H), counted from 1:
 
     d = mean(theta - x); v <- mu v + d; theta <- theta - lr (d + mu v); and `overlap` steps later
     x <- alpha x + (1 - alpha) theta. A buffer takes the place of theta by its mean. With `q` the changes travel
@@ -62,7 +62,8 @@ class StreamingDiLoCo(Rule):
     def after_step(self, replicas: Replicas) -> None:
         self._arrive(replicas)
         for index in range(self.fragments):
-            if (replicas.round + 1) % self.interval == (index + 1) * self.interval // self.fragments % self.interval:
+            end = (index + 1) * self.interval // self.fragments
+            if (replicas.round + 1) % self.interval == (end - self.overlap) % self.interval:
                 self._exchange(replicas, index)
         if self.overlap == 0:
             self._arrive(replicas)
