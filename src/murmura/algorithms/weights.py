@@ -75,13 +75,13 @@ class FlatWeights(FlatTensors):
 
     @torch.no_grad()
     def mix_pieces(self, pieces: Sequence[Piece], values: Tensor, alpha: float) -> None:
-        """Let `pieces` become alpha x + (1 - alpha) `values`, which lie end to end."""
+        """Let `pieces` become alpha x + (1 - alpha) `values`, which lie end to end and are overwritten."""
         tensors = self._by_name()
         kept = [tensors[name].reshape(-1) for name, _, _ in pieces]  # of a tensor that is not contiguous, a copy
         parts = [each[start:stop] for each, (_, start, stop) in zip(kept, pieces, strict=True)]
-        news = list(torch.split(values, [part.numel() for part in parts]))
+        news = list(torch.split(values.to(parts[0].device), [part.numel() for part in parts]))
         if alpha:
-            news = [new * (1 - alpha) for new in news]
+            torch._foreach_mul_(news, 1 - alpha)
             torch._foreach_mul_(parts, alpha)
             torch._foreach_add_(parts, news)
         else:
