@@ -25,9 +25,7 @@ class ErrorFeedback(Compressor):
     inner: Compressor
     decay: float = field(default=1.0, kw_only=True)
     _residual: Tensor | None = field(default=None, init=False, repr=False, compare=False)
-    _is_lent: bool = field(
-        default=False, init=False, repr=False, compare=False
-    )  # the residual, to whoever asked for it
+    _is_lent: bool = field(default=False, init=False, repr=False, compare=False)  # somebody may hold the residual
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Compressor):
