@@ -85,9 +85,8 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         self._theta = [flat[:count].clone() for flat, count in zip(flats, counts, strict=True)]
         self._velocity = [torch.zeros_like(each) for each in self._theta]
         bounds = [[chunk_bounds(count, self.fragments, index) for index in range(self.fragments)] for count in counts]
-        longest = [
-            max(each[0][1], flat.numel() - each[-1][0]) for each, flat in zip(bounds, flats, strict=True)
-        ]  # the first is none shorter than those behind it but the last, which has the buffers
+        # The first fragment is the longest, but for the last one where there are buffers behind it.
+        longest = [max(each[0][1], flat.numel() - each[-1][0]) for each, flat in zip(bounds, flats, strict=True)]
         stages = [
             self._channel.allocate(numel, flat.dtype, flat.device) for numel, flat in zip(longest, flats, strict=True)
         ]
@@ -132,9 +131,9 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         self._weights.add(self._as_flats(shifts))  # what a rank has changed since it loaded is kept
 
     def communicate(self) -> None:
-        index = self._fragment_after(self.due_round)
-        if self._arrival is not None and (index is not None or self.due_round >= self._arrival.round + self.overlap):
+        if self._arrival is not None:  # whatever is due next after it was sent, its time is over
             self._take_over()
+        index = self._fragment_after(self.due_round)
         if index is None:
             return
         parts = [part for part in self._fragments[index] if part.pieces]
