@@ -14,7 +14,18 @@ from torch import Tensor, nn
 
 from contracts.grids import SIZES, grid
 from contracts.test_algorithms_state import check_resumption, run
-from contracts.training import assert_close, by_step, perceptron, regression, spread, step, train_world
+from contracts.training import (
+    Run,
+    Task,
+    assert_close,
+    by_step,
+    perceptron,
+    regression,
+    spread,
+    step,
+    train,
+    train_world,
+)
 from ddp.models import fill
 from murmura import (
     DDP,
@@ -66,15 +77,19 @@ def test_in_four_bits_to_the_bit(size: int, shape: tuple[int, int, int, float]) 
     assert_close(flats, simulate(StreamingDiLoCo(*shape, q=uint4), task, size, STEPS), within=0.0)
 
 
+def train_both(transport: Transport, task: Task) -> list[Run]:
+    """As they are, and in four bits; one world for both, since worlds take long to start."""
+    return [train(transport, streaming(4, 2, 2, 0.5, compressor=each), task, STEPS) for each in (None, "uint4")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["threads", "processes"])
-@pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("compressor", [None, "uint4"])
-def test_between_processes(kind: str, size: int, compressor: str | None) -> None:
-    task, shape = regression("momentum"), (4, 2, 2, 0.5)
-    flats = by_step(train_world(size, streaming(*shape, compressor=compressor), task, STEPS, kind=kind))
-    q = None if compressor is None else uint4
-    assert_close(flats, simulate(StreamingDiLoCo(*shape, q=q), task, size, STEPS))
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "hierarchical"])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_between_processes(transport: str, size: int) -> None:
+    task, hosts = regression("momentum"), [rank % 2 for rank in range(size)]
+    by_rank = run_world(train_both, size, task, kind="processes", transport=transport, hosts=hosts, timeout=SECONDS)
+    for q, runs in zip((None, uint4), zip(*by_rank, strict=True), strict=True):
+        assert_close(by_step(runs), simulate(StreamingDiLoCo(4, 2, 2, 0.5, q=q), task, size, STEPS))
 
 
 @pytest.mark.parametrize("compressor", [None, MinMaxUInt8(16)], ids=str)
