@@ -87,6 +87,8 @@ def test_algorithms_take_options_and_compressors_by_name() -> None:
         assert compressor_named(name).payload_bytes(1000, torch.float32) < 4000
     with pytest.raises(ConfigError, match="compressor='uint9' is unknown"):
         algorithm_named("bytegrad:compressor=uint9")
+    with pytest.raises(ConfigError, match=r"give an object, such as MinMaxUInt8\(\.\.\.\)"):
+        DiLoCoAlgorithm(50, compressor=MinMaxUInt8)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="interval=0 must be"):
         algorithm_named("local_sgd:interval=0")
     with pytest.raises(ConfigError, match="feedback=1 must be"):
