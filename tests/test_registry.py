@@ -161,6 +161,7 @@ def test_a_package_that_cannot_be_loaded_does_not_hide_the_others() -> None:
     assert list(lines) == algorithm_names()
     assert lines["nothing"] == "Nothing(patience=3)"
     assert lines["broken"].startswith("cannot be used: algorithm='broken' is announced as 'outside_murmura:Missing'")
+    assert "Repair or remove the package outside-murmura" in lines["broken"]
 
 
 @pytest.mark.usefixtures("package")

@@ -91,11 +91,14 @@ class Registry(Generic[T]):
             if name not in announced:
                 known = ", ".join(map(repr, self.names()))
                 raise ConfigError(f"{self._word}={name!r} is unknown. Known: {known}.")
+            point = announced[name]
             try:
-                make = announced[name].load()
+                make = point.load()
             except (ImportError, AttributeError) as error:
+                package = f" {point.dist.name}" if point.dist else ""
                 raise ConfigError(
-                    f"{self._word}={name!r} is announced as {announced[name].value!r}, which cannot be loaded: {error}."
+                    f"{self._word}={name!r} is announced as {point.value!r}, which cannot be loaded: {error}. "
+                    f"Repair or remove the package{package}, or name what you want instead."
                 ) from error
             if name not in self._entries:  # its module may have registered it by the decorator
                 self._entries[name] = _Entry(self._adapt(make) if self._adapt else make, {})
