@@ -31,6 +31,7 @@ from murmura import (
     QAdamOptimizer,
     RandomK,
     Sign,
+    StreamingDiLoCoAlgorithm,
     TopK,
     TopKTwoBit,
 )
@@ -39,6 +40,7 @@ from oracles.algorithms.gradients import AllReduce, GatheredAllReduce, QAdam
 from oracles.algorithms.powersgd import PowerSGD
 from oracles.algorithms.push_sum import Gossip, PushSum, exponential, lopsided, one_peer_exponential
 from oracles.algorithms.simulation import Rule, there_and_back
+from oracles.algorithms.streaming_diloco import StreamingDiLoCo
 from oracles.algorithms.weights import (
     AsyncModelAverage,
     Decentralized,
@@ -125,6 +127,11 @@ CATALOGUE = (
     Entry("push_sum", PushSumAlgorithm, lambda runs: PushSum(one_peer_exponential)),
     Entry("local_sgd", lambda: LocalSGDAlgorithm(2), lambda runs: LocalSGD(2)),
     Entry("diloco", lambda: DiLoCoAlgorithm(2), lambda runs: DiLoCo(2)),
+    Entry(
+        "streaming_diloco",
+        lambda: StreamingDiLoCoAlgorithm(3, fragments=2, overlap=1, compressor=None),
+        lambda runs: StreamingDiLoCo(3, 2, 1, 0.5),
+    ),
 )
 
 INNER: dict[str, Callable[[], Compressor]] = {
