@@ -39,7 +39,7 @@ from murmura.tools.experiments.tasks import Batch, Task
 from murmura.transports.base import Transport
 
 RANKS = 4
-STEPS = 800
+STEPS = 600
 RATES = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08)
 TUNING_SEED = 0
 NUM_SEEDS = 5
@@ -80,6 +80,7 @@ METHODS = (
     Method("local_sgd", "local_sgd", "fewer exchanges"),
     Method("diloco", "diloco", "fewer exchanges"),
     Method("sparse_loco", "sparse_loco", "fewer exchanges"),
+    Method("streaming_diloco", "streaming_diloco", "fewer exchanges"),
 )
 
 
