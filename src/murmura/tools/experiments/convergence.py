@@ -34,7 +34,6 @@ from murmura.algorithms import algorithm_named
 from murmura.errors import ConfigError
 from murmura.launch import run_world
 from murmura.tools.experiments.loop import Training
-from murmura.tools.experiments.recipes import optimizer_for
 from murmura.tools.experiments.tasks import Batch, Task
 from murmura.transports.base import Transport
 
@@ -221,9 +220,7 @@ def read(path: Path) -> Results:
             *fields, curve = json.loads(line).values()
             results[Run(*fields)] = curve
         except (ValueError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{path} holds a line that is no run: {line[:60]!r} ({error}). Remove the line."
-            ) from None
+            raise ConfigError(f"{path} holds a line that is no run ({error}). Remove it: {line[:60]!r}") from None
     return results
 
 
@@ -291,7 +288,8 @@ class Study:
 
 def sent(algorithm: str, steps: int) -> list[float]:
     """The bytes that a rank has sent after each of `steps` steps; a warm-up sends what plain all-reduce does."""
-    warm_up = optimizer_for(algorithm, [nn.Parameter(torch.zeros(1))], 1e-3, steps).defaults.get("warmup_steps", 0)
+    own = algorithm_named(algorithm).own_optimizer([nn.Parameter(torch.zeros(1))], 1e-3, steps)
+    warm_up = 0 if own is None else own.defaults.get("warmup_steps", 0)
     each = [_bytes(PLAIN)] * min(warm_up, steps) + [_bytes(algorithm)] * max(0, steps - warm_up)
     return list(itertools.accumulate(each))
 
