@@ -82,7 +82,7 @@ def table(study: Study, results: Results, budget: str) -> str:
         lines[1].insert(3, "---:")
     for row in found:
         edge = " (edge)" if row.rate in (RATES[0], RATES[-1]) else ""
-        cells = [row.method.label, f"{row.rate:g}{edge}", str(row.steps), _spread(row.finals), _spread(row.ratios, 2)]
+        cells = [row.method.label, f"{row.rate:g}{edge}", str(row.steps), _spread(row.finals), _spread(row.ratios)]
         if budget == "bytes":
             cells.insert(3, f"{sent(row.method.algorithm, row.steps)[-1] / limit:.0%}")
         lines.append([*cells, row.beside_all_reduce])
@@ -171,6 +171,6 @@ def _rate(study: Study, results: Results, method: Method) -> float:
     return rate
 
 
-def _spread(values: Sequence[float], digits: int = 3) -> str:
+def _spread(values: Sequence[float]) -> str:
     """The mean, and the least and the greatest in brackets."""
-    return f"{statistics.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
