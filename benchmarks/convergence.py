@@ -1,6 +1,6 @@
 """How well each method converges: the loss above the least possible one, after equal steps, in equal time and bytes.
 
-About 450 trainings, each in one process with four ranks as threads; the method is described at the top of
+About 500 trainings, each in one process with four ranks as threads; the method is described at the top of
 `murmura.tools.experiments.convergence`. Finished runs are kept in the results file, and those that it holds are not
 repeated: the study can be stopped at any time, and done in parts.
 
@@ -90,10 +90,10 @@ def main() -> None:
             append(arguments.results, run, curve)
             progress.update(bar, advance=1, description=f"{run.algorithm}, rate {run.rate:g}: {curve[-1]:.3f}")
     num_done = sum(run in results for run in study.wanted(results))
-    print(f"{num_done} of {study.num_runs} runs are in {arguments.results}.")
-    if num_done < study.num_runs:
-        print("Start this again for the rest.")
+    if not study.is_complete(results):
+        print(f"{num_done} of {study.num_runs} runs are in {arguments.results}. Start this again for the rest.")
         return
+    print(f"All {num_done} runs are in {arguments.results}.")
     for budget in BUDGETS:
         print(f"\nBudget: {budget}\n{report.table(study, results, budget)}")
     if arguments.report:

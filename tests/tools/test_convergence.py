@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import runpy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional
 
-from forked import run_forked, script
 from murmura import ConfigError
 from murmura.tools.experiments import convergence, convergence_report
 from murmura.tools.experiments.charts import Axis, Line, LineChart
-from murmura.tools.experiments.convergence import BUDGETS, METHODS, PLAIN, RATES, Method, Results, Run, Study, Trigrams
+from murmura.tools.experiments.convergence import BUDGETS, METHODS, PLAIN, Method, Results, Run, Study, Trigrams
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "convergence.py"
 ALL_REDUCE = next(method for method in METHODS if method.algorithm == PLAIN)
@@ -62,13 +63,15 @@ def test_time_and_bytes_are_those_of_the_model_that_the_module_states() -> None:
 
 
 def results_of(study: Study, finals: dict[str, list[float]]) -> Results:
-    """Made up: the rate of 0.01 is the best, and a method ends on each seed as `finals` say."""
+    """Made up: the rate of 0.01 is the best, with few steps 0.02, and a method ends on each seed as `finals` say."""
     results: Results = {}
     for method in study.methods:
-        results |= {run: [1.0, abs(math.log(run.rate / 0.01))] for run in study.tuning(method)}
         for budget in BUDGETS:
+            best = 0.02 if 2 * study.num_steps(method, budget) <= study.steps else 0.01
+            tuning = study.tuning(method, budget, results)
+            results |= {run: [1.0, abs(math.log(run.rate / best))] for run in tuning}
             for seed, final in zip(study.seeds, finals[method.label], strict=True):
-                run = study.run(method, budget, seed, 0.01)
+                run = study.run(method, budget, seed, best)
                 results[run] = [2.0] * (len(convergence.evaluated_at(run.steps)) - 1) + [final]
     return results
 
@@ -85,18 +88,21 @@ def test_methods_are_told_apart_seed_by_seed(finals: list[float], verdict: str) 
     assert row.ratios == pytest.approx([finals[0], math.inf if math.isnan(finals[1]) else finals[1] / 2])
 
 
-def test_a_rate_is_chosen_when_all_were_tried_and_a_report_when_all_was_run() -> None:
+def test_a_rate_is_chosen_when_all_were_tried_and_a_report_made_when_all_was_run() -> None:
     study = Study((ALL_REDUCE,), seeds=(1,), steps=30)
     results = results_of(study, {"all-reduce": [1.0]})
-    assert study.rate(ALL_REDUCE, results) == 0.01
+    assert [study.rate(ALL_REDUCE, budget, results) for budget in BUDGETS] == [0.01, 0.01, 0.02, 0.02]
+    assert [run.rate for run in study.tuning(ALL_REDUCE, "time", results)] == [0.005, 0.01, 0.02], "the next to 0.01"
     assert set(study.wanted(results)) == set(results)
     assert len(results) == study.num_runs
-    del results[study.run(ALL_REDUCE, "time", 1, 0.01)]
-    with pytest.raises(ConfigError, match="Let the study run to its end first"):
+    assert study.is_complete(results)
+    del results[study.run(ALL_REDUCE, "time", 1, 0.02)]
+    assert not study.is_complete(results)
+    with pytest.raises(ConfigError, match="runs of 'all-reduce' are missing"):
         convergence_report.table(study, results, "time")
-    del results[study.tuning(ALL_REDUCE)[0]]
-    assert study.rate(ALL_REDUCE, results) is None
-    assert study.wanted(results) == study.tuning(ALL_REDUCE)
+    del results[study.tuning(ALL_REDUCE, "steps", results)[0]]
+    assert [study.rate(ALL_REDUCE, budget, results) for budget in BUDGETS] == [None] * 4
+    assert study.wanted(results) == study.tuning(ALL_REDUCE, "steps", results)
 
 
 def test_a_chart_has_a_band_for_each_curve_and_room_for_it() -> None:
@@ -115,24 +121,43 @@ def test_a_line_that_is_no_run_is_refused(tmp_path: Path) -> None:
         convergence.read(path)
 
 
-def test_the_study_goes_on_where_it_was_and_ends_with_a_report(tmp_path: Path) -> None:
+def test_a_run_learns_the_same_each_time() -> None:
+    run = Run(PLAIN, 0.02, 1, 20)
+    curve = convergence.train(run)
+    assert len(curve) == len(convergence.evaluated_at(20)) == 21
+    assert curve[-1] < 0.75 * curve[0]
+    assert convergence.train(run) == curve
+
+
+def test_the_study_goes_on_where_it_was_and_ends_with_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, trained = runpy.run_path(str(SCRIPT)), []
     results, page = tmp_path / "results.jsonl", tmp_path / "page.md"
-    marks = [convergence_report.MARK.format(budget) for budget in BUDGETS]
-    page.write_text("".join(f"{mark}\n{mark}\n" for mark in marks))
-    words = [str(SCRIPT), "--results", str(results), "--steps", "2", "--seeds", "1", "--methods", "local_sgd"]
-    study = Study((ALL_REDUCE, next(each for each in METHODS if each.label == "local_sgd")), seeds=(1,), steps=2)
-    begun = run_forked(script, [*words, "--minutes", "0"])
-    assert begun.returncode == 0, begun.stderr
-    assert f"0 of {study.num_runs} runs" in begun.stdout
-    assert "Start this again for the rest." in begun.stdout
-    done = {run: [1.5, 1.0, 0.5] for run in study.tuning(study.methods[0])}
-    for run, curve in done.items():
-        convergence.append(results, run, curve)
-    whole = run_forked(script, [*words, "--jobs", "1", "--report", str(page)])
-    assert whole.returncode == 0, whole.stderr
-    found = convergence.read(results)
-    assert {run: found[run] for run in done} == done, "they were not run again"
-    assert len(found) == len(results.read_text().splitlines()) == study.num_runs
-    assert set(RATES) == {run.rate for run in found if run.seed == 0}
-    assert convergence_report.table(study, found, "bytes") in page.read_text()
+    page.write_text("".join(f"{mark}\n{mark}\n" for mark in map(convergence_report.MARK.format, BUDGETS)))
+
+    def train(run: Run) -> list[float]:
+        trained.append(run)
+        return [1.0] * len(convergence.evaluated_at(run.steps))
+
+    def start(*words: str) -> str:
+        monkeypatch.setattr("sys.argv", [str(SCRIPT), "--results", str(results), *words])
+        # In threads: it is the order of runs that is tried here, and processes would have to import torch.
+        pool = lambda jobs, mp_context: ThreadPoolExecutor(jobs)  # noqa: E731
+        program["main"].__globals__.update(train=train, ProcessPoolExecutor=pool)
+        program["main"]()
+        return capsys.readouterr().out
+
+    words = ["--steps", "30", "--seeds", "2", "--methods", "local_sgd", "--jobs", "2"]
+    assert "Start this again for the rest." in start(*words, "--minutes", "0")
+    assert trained == []
+    start(*words[:-4], "--methods", PLAIN)
+    finished = list(trained)
+    assert "over all-reduce's" in start(*words, "--report", str(page))
+    assert len(trained) == len({*trained}) > len(finished) > 0, "nothing was run twice"
+    study, found = Study(program["methods_named"]("local_sgd"), seeds=(1, 2), steps=30), convergence.read(results)
+    assert {run.algorithm for run in trained[len(finished) :]} == {"local_sgd"}
+    assert {*found} == {*trained}
+    assert study.is_complete(found)
+    assert all(convergence_report.table(study, found, budget) in page.read_text() for budget in BUDGETS)
     assert len(list((tmp_path / "figures").glob("convergence-*.svg"))) == 3

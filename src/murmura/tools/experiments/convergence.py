@@ -1,8 +1,9 @@
 """The convergence study: how far above the least possible loss each method ends, after equal steps, time or bytes.
 
 Every run trains the same small model on `Trigrams`, whose floor is known. A method's learning rate is the best of
-`RATES` on a seed of its own; then it runs on the seeds that are reported. Runs with the same seed see the same data in
-the same order and begin with the same weights, so methods are compared seed by seed.
+`RATES` on a seed of its own; for a budget of at most half the steps, the best of that one and the two next to it, with
+that many steps. Then it runs on the seeds that are reported. Runs with the same seed see the same data in the same
+order and begin with the same weights, so methods are compared seed by seed.
 
 A method gets as many steps as its budget allows, at most those of the study, with a schedule of that length:
 
@@ -39,7 +40,7 @@ from murmura.transports.base import Transport
 
 RANKS = 4
 STEPS = 600
-RATES = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08)
+RATES: tuple[float, ...] = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08)
 TUNING_SEED = 0
 NUM_SEEDS = 5
 SKEW = 2.0  # of the shards, where they are unlike
@@ -245,16 +246,28 @@ class Study:
     def plain(self) -> Method:
         return next(method for method in self.methods if method.algorithm == PLAIN)
 
-    def tuning(self, method: Method) -> list[Run]:
-        return [Run(method.algorithm, rate, TUNING_SEED, self.steps) for rate in RATES]
+    def tuning(self, method: Method, budget: str, results: Results) -> list[Run]:
+        """The runs that decide on a learning rate: all rates, or, for at most half the steps, the best and the next.
 
-    def rate(self, method: Method, results: Results) -> float | None:
+        None, if it is not known yet which these are.
+        """
+        steps, rates = self.num_steps(method, budget), RATES
+        if 2 * steps > self.steps:
+            steps = self.steps
+        else:
+            best = self.rate(method, "steps", results)
+            if best is None:
+                return []
+            place = RATES.index(best)
+            rates = RATES[max(0, place - 1) : place + 2]
+        return [Run(method.algorithm, rate, TUNING_SEED, steps) for rate in rates]
+
+    def rate(self, method: Method, budget: str, results: Results) -> float | None:
         """The best learning rate of `method`; None while its tuning is not complete."""
-        tuning = self.tuning(method)
-        if not all(run in results for run in tuning):
+        tuning = self.tuning(method, budget, results)
+        if not tuning or not all(run in results for run in tuning):
             return None
-        finals = [results[run][-1] for run in tuning]
-        return RATES[min(range(len(RATES)), key=lambda index: or_infinite(finals[index]))]
+        return min(tuning, key=lambda run: or_infinite(results[run][-1])).rate
 
     def num_steps(self, method: Method, budget: str) -> int:
         """How many steps `method` gets."""
@@ -264,25 +277,34 @@ class Study:
         skew = SKEW if budget == "unlike" else 0.0
         return Run(method.algorithm, rate, seed, self.num_steps(method, budget), skew)
 
-    def measured(self, method: Method, results: Results) -> list[Run]:
-        """The runs of `method` that are reported; none while its learning rate is not known."""
-        rate = self.rate(method, results)
-        if rate is None:
-            return []
-        return list(dict.fromkeys(self.run(method, budget, seed, rate) for budget in BUDGETS for seed in self.seeds))
+    def measured(self, method: Method, budget: str, results: Results) -> list[Run]:
+        """The runs of `method` that are reported, one for each seed; none while its learning rate is not known."""
+        rate = self.rate(method, budget, results)
+        return [] if rate is None else [self.run(method, budget, seed, rate) for seed in self.seeds]
 
     def wanted(self, results: Results) -> list[Run]:
         """All runs that are known so far, in the order in which they should begin."""
-        tuning = [run for method in self.methods for run in self.tuning(method)]
-        return tuning + [run for method in self.methods for run in self.measured(method, results)]
+        pairs = [(method, budget) for method in self.methods for budget in BUDGETS]
+        tuning = [run for pair in pairs for run in self.tuning(*pair, results)]
+        return list(dict.fromkeys(tuning + [run for pair in pairs for run in self.measured(*pair, results)]))
+
+    def is_complete(self, results: Results) -> bool:
+        """Whether nothing is left to run."""
+        pairs = [(method, budget) for method in self.methods for budget in BUDGETS]
+        measured = [self.measured(*pair, results) for pair in pairs]
+        return all(runs and all(run in results for run in runs) for runs in measured)
 
     @property
     def num_runs(self) -> int:
-        """How many runs there are in all."""
-        kinds = [
-            len({(self.num_steps(each, budget), budget == "unlike") for budget in BUDGETS}) for each in self.methods
-        ]
-        return sum(len(RATES) + len(self.seeds) * kind for kind in kinds)
+        """How many runs there are in all, at most: a rate at the edge of `RATES` has only one that is next to it."""
+        total = 0
+        for method in self.methods:
+            lengths = {
+                self.num_steps(method, budget) for budget in BUDGETS
+            }  # that of all steps is there twice: alike, unlike
+            short = [steps for steps in lengths if 2 * steps <= self.steps]
+            total += len(RATES) + 3 * len(short) + (len(lengths) + 1) * len(self.seeds)
+        return total
 
 
 def sent(algorithm: str, steps: int) -> list[float]:

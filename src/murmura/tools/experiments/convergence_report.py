@@ -63,7 +63,7 @@ def rows(study: Study, results: Results, budget: str) -> list[Row]:
     plain = finals[study.plain]
     found = [
         Row(
-            *(method, _rate(study, results, method), study.num_steps(method, budget), ends),
+            *(method, _rate(study, results, method, budget), study.num_steps(method, budget), ends),
             [mine / its for mine, its in zip(ends, plain, strict=True)],
         )
         for method, ends in finals.items()
@@ -157,17 +157,16 @@ def write(page: Path, study: Study, results: Results) -> None:
 
 def _curves(study: Study, results: Results, method: Method, budget: str) -> list[list[float]]:
     """The curves of `method`, one for each seed."""
-    runs = [study.run(method, budget, seed, _rate(study, results, method)) for seed in study.seeds]
+    runs = study.measured(method, budget, results)
     missing = [run for run in runs if run not in results]
-    if missing:
-        raise ConfigError(f"{missing[0]} is missing. Let the study run to its end first.")
+    if missing or not runs:
+        raise ConfigError(f"runs of {method.label!r} are missing. Let the study run to its end first.")
     return [results[run] for run in runs]
 
 
-def _rate(study: Study, results: Results, method: Method) -> float:
-    rate = study.rate(method, results)
-    if rate is None:
-        raise ConfigError(f"runs that tune {method.label!r} are missing. Let the study run to its end first.")
+def _rate(study: Study, results: Results, method: Method, budget: str) -> float:
+    rate = study.rate(method, budget, results)
+    assert rate is not None, "there are no curves without it"
     return rate
 
 
