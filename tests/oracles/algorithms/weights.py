@@ -12,6 +12,7 @@ from torch import Tensor
 
 from oracles.algorithms.peers import shift_one
 from oracles.algorithms.simulation import Feedback, Lossy, Replicas, Rule, lossy_mean, mean
+from oracles.algorithms.streaming_diloco import StreamingDiLoCo
 
 
 def gossip(replicas: Replicas, flats: Sequence[Tensor], mode: str, number: int, hierarchical: bool) -> list[Tensor]:
@@ -75,7 +76,7 @@ class LocalSGD(Rule):
 class WithMoments(Rule):
     """After every `interval`-th exchange of `inner`, also the mean of what optimizers remember of each parameter."""
 
-    def __init__(self, inner: LocalSGD | DiLoCo) -> None:
+    def __init__(self, inner: LocalSGD | DiLoCo | StreamingDiLoCo) -> None:
         self.inner, self.interval = inner, inner.interval
 
     def start(self, replicas: Replicas) -> None:
@@ -119,6 +120,26 @@ class DiLoCo(Rule):
         self.theta = self.theta - self.lr * (change + self.momentum * self.velocity)
         buffers = mean([flat[length:] for flat in flats])
         replicas.set([torch.cat([self.theta, buffers])] * replicas.size)
+
+
+class SparseLoCo(Rule):
+    """m <- decay m + theta - x; each sends q(m), which leaves m; theta <- theta - mean of what was sent; x <- theta."""
+
+    def __init__(self, interval: int, decay: float, q: Lossy) -> None:
+        self.interval, self.decay, self.q = interval, decay, q
+
+    def start(self, replicas: Replicas) -> None:
+        self.theta = replicas.flats()[0]
+        self.m = [torch.zeros_like(self.theta)] * replicas.size
+
+    def after_step(self, replicas: Replicas) -> None:
+        if (replicas.round + 1) % self.interval:
+            return
+        changed = [self.decay * m + (self.theta - flat) for m, flat in zip(self.m, replicas.flats(), strict=True)]
+        sent = [self.q(each) for each in changed]
+        self.m = [each - gone for each, gone in zip(changed, sent, strict=True)]
+        self.theta = self.theta - mean(sent)
+        replicas.set([self.theta] * replicas.size)
 
 
 class AsyncModelAverage(Rule):

@@ -80,6 +80,7 @@ METHODS = (
     Method("local_sgd", "local_sgd", "fewer exchanges"),
     Method("diloco", "diloco", "fewer exchanges"),
     Method("sparse_loco", "sparse_loco", "fewer exchanges"),
+    Method("streaming_diloco", "streaming_diloco", "fewer exchanges"),
 )
 
 
