@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -11,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from forked import run_forked, script
-from murmura.tools.experiments import Curve, convergence
+from murmura.tools.experiments import convergence_report
+from murmura.tools.experiments.convergence import Study, read
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -55,8 +55,10 @@ def test_links_to_headings_find_them(page: Path) -> None:
     assert [each for each in targets if each[1] not in anchors(page.parent / each[0] if each[0] else page)] == []
 
 
-def test_the_table_of_convergence_is_that_of_the_last_experiment() -> None:
-    """`murmura bench convergence --page docs/algorithms.md` writes it, with the charts and the JSON."""
-    page = (ROOT / "docs" / "algorithms.md").read_text()
-    curves = json.loads((ROOT / "docs" / "figures" / "convergence.json").read_text())["curves"]
-    assert page == convergence.with_table(page, [Curve(**each) for each in curves])
+def test_tables_and_charts_of_convergence_are_those_of_the_last_study() -> None:
+    """`python benchmarks/convergence.py --report docs/convergence.md` writes them."""
+    page, figures = ROOT / "docs" / "convergence.md", ROOT / "docs" / "figures"
+    study, results = Study(), read(figures / "convergence.jsonl")
+    assert page.read_text() == convergence_report.with_tables(page.read_text(), study, results)
+    drawn = {path.name: path.read_text() for path in figures.glob("convergence-*.svg")}
+    assert drawn == {name: f"{chart}\n" for name, chart in convergence_report.charts(study, results).items()}

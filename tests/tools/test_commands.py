@@ -50,7 +50,7 @@ def test_a_name_stands_for_one_configuration_in_every_command(name: str, monkeyp
     monkeypatch.setattr(loop, "DDP", Watched)
     (alone,) = InProcessTransport.create_group(1)
     with alone:
-        Training(alone, task_named("mlp"), name, 10).close()  # train, compare and bench convergence
+        Training(alone, task_named("mlp"), name, 10).close()  # train, compare and the convergence study
     assert used == [algorithm_named(name)] == [algorithm_of(name)]  # and bench network
     assert configuration(name, 10).startswith(described(used[0])), "what reports print"
 

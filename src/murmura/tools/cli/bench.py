@@ -30,10 +30,10 @@ from murmura.tools.cli.bench_tables import (
     ddp_tables,
     network_table,
 )
-from murmura.tools.cli.completion import Algorithms, among
+from murmura.tools.cli.completion import Algorithms
 from murmura.tools.cli.failures import exit_on_error
-from murmura.tools.cli.output import JSON_HELP, check_writable, print_result, showing_progress, write
-from murmura.tools.experiments import TASKS, convergence, parse_algorithms
+from murmura.tools.cli.output import JSON_HELP, check_writable, print_result, showing_progress
+from murmura.tools.experiments import parse_algorithms
 from murmura.tools.experiments.recipes import check_formula
 from murmura.tools.options import one_of, parse_list
 from murmura.transports.decorators.throttled import parse_rate
@@ -297,46 +297,3 @@ def network(
             report = run_network(spec, on_progress)
         tables = [network_table(report, rate) for rate in spec.rates]
         print_result(tables, report.contestants, json, report.to_json())
-
-
-@app.command("convergence")
-def converge(
-    tasks: Annotated[
-        str, typer.Option(help=f"A list of {', '.join(TASKS)}.", metavar="LIST", autocompletion=among(TASKS))
-    ] = "markov,mlp",
-    algorithms: Algorithms = "all",
-    ranks: RankCounts = "4,8",
-    steps: Annotated[int, typer.Option(help="Steps of each algorithm.", metavar="N", min=1)] = 1000,
-    json: Annotated[Path | None, typer.Option(help="Also write the curves to this file.", metavar="FILE")] = None,
-    figures: Annotated[
-        Path | None, typer.Option(help="A folder for a chart of each task and number of ranks.", metavar="FOLDER")
-    ] = None,
-    page: Annotated[
-        Path | None,
-        typer.Option(help=f"Put the table into this page, between two lines `{convergence.MARK}`.", metavar="FILE"),
-    ] = None,
-) -> None:
-    """Compare the loss of every algorithm with that of plain all-reduce after the same number of steps.
-
-    The tasks have a known least loss. All ranks are processes of this machine; a run takes minutes for each algorithm.
-
-    For example: `murmura bench convergence --tasks mlp --algorithms diloco,local_sgd --ranks 4 --steps 500`
-    """
-    with exit_on_error():
-        order = (
-            parse_list(tasks, one_of(TASKS, "--tasks")),
-            parse_algorithms(algorithms),
-            parse_list(ranks, parse_num_ranks),
-        )
-        for path, option in ((json, "--json"), (page, "--page")):
-            check_writable(path, option)
-        curves = convergence.run_convergence(*order, steps, lambda what: typer.echo(what, err=True))
-        typer.echo(convergence.table(curves))
-        typer.echo(convergence.beyond(curves))
-        if json:
-            write(json, convergence.to_json(curves))
-        if figures:
-            for (task, size), of_world in convergence.by_world(curves).items():
-                write(figures / f"convergence-{task}-{size}.svg", convergence.chart(of_world))
-        if page:
-            write(page, convergence.with_table(page.read_text(encoding="utf-8"), curves))

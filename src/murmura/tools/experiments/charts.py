@@ -18,6 +18,7 @@ STYLE = """
 .chart .paper { fill: var(--paper); }
 .chart text { fill: var(--ink); stroke: var(--paper); stroke-width: 3px; paint-order: stroke; }
 .chart .axis, .chart .grid { stroke: var(--faint); } .chart .curve { fill: none; stroke-width: 1.8; }
+.chart .band { opacity: 0.22; }
 .chart .rule { stroke: var(--ink); stroke-dasharray: 4 4; opacity: 0.6; }
 @media (prefers-color-scheme: dark) { .chart { --ink: #e6edf3; --faint: #3d444d; --paper: #0d1117; } }
 """
@@ -25,10 +26,11 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Line:
-    """A named curve."""
+    """A named curve; `band` holds (x, low, high) around it."""
 
     name: str
     points: Sequence[tuple[float, float]]
+    band: Sequence[tuple[float, float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class LineChart:
     def to_svg(self) -> str:
         """Return the chart; a note instead if there are no points."""
         points = [point for line in self.lines for point in line.points if all(map(math.isfinite, point))]
+        points += [(x, y) for line in self.lines for x, *ends in line.band for y in ends if math.isfinite(y)]
         if not points:
             return _frame(self.title, [_text(WIDTH / 2, HEIGHT / 2, "nothing to draw", "middle")])
         across = _Scale(self.x, [x for x, _ in points], LEFT, WIDTH - RIGHT)
@@ -76,10 +79,15 @@ class LineChart:
             parts.append(_text(LEFT + 6, at - 4, name, "start"))
         inked: list[tuple[float, float]] = []
         for index, line in enumerate(self.lines):
+            colour = COLOURS[index % len(COLOURS)]
+            finite = [each for each in line.band if all(map(math.isfinite, each))]
+            edge = [(x, high) for x, _, high in finite] + [(x, low) for x, low, _ in reversed(finite)]
+            if edge:
+                path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in edge)
+                parts.append(f'<polygon class="band" fill="{colour}" points="{path}"/>')
             placed = [(across(x), up(y)) for x, y in line.points if math.isfinite(x) and math.isfinite(y)]
             inked += [*placed, *_between(placed)]
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-            colour = COLOURS[index % len(COLOURS)]
             name = f"<title>{escape(line.name)}</title>"
             parts.append(f'<polyline class="curve" stroke="{colour}" points="{path}">{name}</polyline>')
         parts += _column_of_names([line.name for line in self.lines], inked)
