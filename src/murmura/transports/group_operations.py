@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from murmura.collectives.chunks import is_small
+from murmura.collectives.reduction import BITWISE
 from murmura.transports.checks import Pairs
 from murmura.types import ReduceOp
 
@@ -30,6 +32,16 @@ MEAN: Any = dist.ReduceOp.AVG
 NATIVE_DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64
 )  # fmt: skip
+
+
+def has_all_reduce(kind: str, flat: Tensor, op: ReduceOp, world_size: int) -> bool:
+    """Whether a group of that kind reduces `flat` itself, and not slower than an exchange between all ranks.
+
+    Gloo does so in a ring, whose 2 (n - 1) steps wait for each other; of a small tensor an exchange has one or two.
+    """
+    if flat.dtype not in NATIVE_DTYPES or ("nccl" in kind and op in BITWISE):
+        return False
+    return kind != "gloo" or not is_small(flat.nbytes, world_size)
 
 
 def all_to_all_options() -> Any:
