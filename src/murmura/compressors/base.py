@@ -57,6 +57,12 @@ class Compressor(ABC):
         self.decompress(payload, decoded)
         out.add_(decoded)
 
+    def decompress_subtract(self, payload: Tensor, out: Tensor) -> None:
+        """Subtract what `payload` holds from `out`: to the bit what `decompress` and `out.sub_` give."""
+        decoded = torch.empty_like(out)
+        self.decompress(payload, decoded)
+        out.sub_(decoded)
+
     def encode(self, tensor: Tensor) -> Tensor:
         """A new payload of `tensor`, which is only read; one that `is_uneven` may return fewer bytes than it could."""
         payload = torch.empty(self.payload_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device=tensor.device)

@@ -64,15 +64,17 @@ class ErrorFeedback(Compressor):
         return torch.add(tensor, self._residual_for(tensor), alpha=self.decay)
 
     def _keep_loss(self, corrected: Tensor, payload: Tensor) -> None:
-        decoded = torch.empty_like(corrected)
-        self.inner.decompress(payload, decoded)
-        self._residual = corrected.sub_(decoded).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self.inner.decompress_subtract(payload, corrected)
+        self._residual = corrected.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def decompress(self, payload: Tensor, out: Tensor) -> None:
         self.inner.decompress(payload, out)
 
     def decompress_add(self, payload: Tensor, out: Tensor) -> None:
         self.inner.decompress_add(payload, out)
+
+    def decompress_subtract(self, payload: Tensor, out: Tensor) -> None:
+        self.inner.decompress_subtract(payload, out)
 
     def for_bucket(self) -> Self:
         return type(self)(self.inner.for_bucket(), decay=self.decay)
