@@ -123,8 +123,8 @@ def test_the_largest_of_many_are_found_exactly(values: Tensor, ratio: float) -> 
 
 
 def test_a_nan_among_many_is_among_the_largest() -> None:
-    values = spiky(200_003)
-    values[150_000] = math.nan
+    values = torch.rand(200_003, generator=torch.Generator().manual_seed(1))
+    values[150_000] = math.nan  # not in the sample
     assert round_trip(TopK(0.01), values)[150_000].isnan()
 
 
