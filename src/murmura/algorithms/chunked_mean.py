@@ -83,7 +83,8 @@ class ChunkedMean(CompressedMean):
         for rank, (part, share) in enumerate(zip(piece.from_all, self._shares, strict=True)):
             if rank == 0:
                 decoder.decompress(part, mean)
-                mean.mul_(share)
+                if share != 1:
+                    mean.mul_(share)
             elif share == 1:
                 decoder.decompress_add(part, mean)
             else:
