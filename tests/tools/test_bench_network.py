@@ -42,6 +42,7 @@ from murmura.tools.bench.network_contestants import (
     period,
     steps_per_batch,
 )
+from murmura.tools.bench.steps import longest_burst
 from murmura.tools.cli.bench import parse_bandwidth
 from murmura.tools.cli.bench_tables import network_table, slower_than_all_reduce
 from murmura.tools.cli.main import app
@@ -186,10 +187,10 @@ def test_what_an_interface_has_sent() -> None:
 # What is told
 
 
-def sample(name: str, seconds: float) -> Sample:
+def sample(name: str, seconds: float, burst: float = 0.0) -> Sample:
     packets = 10.0
     sent = formula_bytes(name, SHAPES, 2) + packets * HEADER_BYTES
-    rounds = [[each * seconds, *[0.0] * 3, 0.7, sent, packets] for each in (1, 2, 3)]
+    rounds = [[each * seconds, *[0.0] * 3, 0.7, sent, packets, burst] for each in (1, 2, 3)]
     return Sample(name, "made up", 1, [rounds, rounds])
 
 
@@ -220,6 +221,19 @@ def test_the_table_says_whom_plain_all_reduce_beats() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "4 hosts, links of 1gbit" in text
     assert "2000 (1500-2500)" in text
+
+
+@pytest.mark.parametrize(
+    ("sent", "longest"),
+    [([0, 5, 5, 0, 5, 4], 10), ([5, 5, 0, 0, 5, 5, 5], 15), ([1000, 10, 1000], 1000), ([0, 0], 0), ([], 0)],
+)
+def test_a_burst_lasts_until_a_step_sends_nothing(sent: list[int], longest: int) -> None:
+    assert longest_burst(sent) == longest
+
+
+def test_what_is_in_flight_is_told_of_exchanges_in_the_background() -> None:
+    told, untold = rows_at("1gbit", [sample("async", 1.0, 3e6), sample("bytegrad", 1.0)], SHAPES)
+    assert (told.in_flight_bytes, untold.in_flight_bytes) == (3e6, None)
 
 
 def test_without_torch_there_is_no_ratio() -> None:

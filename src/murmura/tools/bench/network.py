@@ -30,6 +30,7 @@ from murmura.tools.bench.network_contestants import (
     BARE,
     TORCH_DDP,
     TORCHS,
+    exchanges_in_background,
     formula_bytes,
     method_of,
     period,
@@ -37,7 +38,7 @@ from murmura.tools.bench.network_contestants import (
     steps_per_batch,
     warm_up_steps,
 )
-from murmura.tools.bench.steps import CPU, SENT_BYTES, SENT_PACKETS, Method, prepare
+from murmura.tools.bench.steps import BURST_BYTES, CPU, SENT_BYTES, SENT_PACKETS, Method, prepare
 from murmura.tools.lab import Hosts
 from murmura.tools.lab.network import Counters, interface_traffic
 from murmura.tools.options import check_seconds, raise_faults
@@ -94,6 +95,7 @@ class NetworkRow:
     bytes_by_host: tuple[float, ...]
     payload_bytes: float
     formula_bytes: float
+    in_flight_bytes: float | None
     ratio: float | None
     rounds: int
     batch: int
@@ -178,6 +180,7 @@ def rows_at(rate: str, samples: Sequence[Sample], shapes: Sequence[Sequence[int]
             bytes_by_host=tuple(by_host),
             payload_bytes=sent - HEADER_BYTES * packets,
             formula_bytes=formula_bytes(sample.contestant, shapes, len(by_host)),
+            in_flight_bytes=max(sample.by_round(BURST_BYTES)) or None,
             ratio=torchs / sample.seconds if torchs is not None else None,
             rounds=sample.rounds,
             batch=sample.batch,
@@ -231,6 +234,7 @@ def measure(
         alone = []
         for each in contestants:
             closing.callback(each.close)
+            each.counts_bursts = exchanges_in_background(each.name)
             each.batch = warm_up_steps(each.name)
             each.run_batch(0)
             each.batch = period(each.name)
