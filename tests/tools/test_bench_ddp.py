@@ -36,7 +36,7 @@ from murmura.tools.bench.ddp import (
     steps_per_batch,
 )
 from murmura.tools.bench.ddp_report import DDPReport, report_of
-from murmura.tools.bench.harness import MIN_ROUNDS, Sample
+from murmura.tools.bench.harness import MIN_ROUNDS, Sample, threads_of_a_rank
 from murmura.tools.bench.models import MLP, MODELS, CharLM, Model
 from murmura.tools.bench.steps import PHASES, Method, Wrapped, bare, held_back, murmura_ddp, plain_backward
 from murmura.tools.cli import bench
@@ -360,7 +360,7 @@ def test_the_tables_tell_who_is_faster_and_what_it_costs() -> None:
             console.print(table)
     lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
     times = "30.0 (20.0-40.0) 33.0 (33.0-33.0) 60.0 (60.0-60.0) 24.0 (24.0-24.0)"
-    assert f"mlp 2 {times} 2.00 1.250 1.10" in lines
+    assert f"mlp 2 x {threads_of_a_rank(2)} {times} 2.00 1.250 1.10" in lines
     assert "mlp 2 123 Mbit/s 40.0 (40.0-40.0) 50.0 (50.0-50.0) 60.0 (60.0-60.0) 1.50" in lines
     assert "mlp 2 100.0 +2.0 +1.0" in lines
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,23 +34,24 @@ class Bucket:
         """`flat`, a tensor as long as the bucket's own, cut by parameter, with the parameters' shapes and strides."""
         return [_view_like(*each) for each in zip(torch.split(flat, self.numels), self.parameters, strict=True)]
 
-    def copy_gradients_in(self, slots: Sequence[int], *, as_views: bool = True) -> bool:
-        """Copy the gradients of `parameters[slot]` into the bucket, and make `.grad` a view of it there if `as_views`.
+    def copy_in(self, gradients: Mapping[int, Tensor], *, as_views: bool = True) -> bool:
+        """Copy gradients, by the slot of their parameter, into the bucket; make `.grad` a view of it if `as_views`.
 
         On a GPU one kernel copies many. A gradient with a graph of its own stays where it is; whether there is one is
         returned.
         """
-        outside = {slot: gradient for slot in slots if (gradient := self._outside(slot)) is not None}
-        if self.flat.is_cuda and outside:
-            torch._foreach_copy_([self.views[slot] for slot in outside], [each.detach() for each in outside.values()])
-        for slot, gradient in outside.items():
+        if self.flat.is_cuda and gradients:
+            views = [self.views[slot] for slot in gradients]
+            torch._foreach_copy_(views, [each.detach() for each in gradients.values()])
+        for slot, gradient in gradients.items():
+            parameter = self.parameters[slot]
             if not self.flat.is_cuda:
                 self.views[slot].copy_(gradient.detach())
-            if as_views and not gradient.requires_grad:
-                self.parameters[slot].grad = self.views[slot]
-        return any(gradient.requires_grad for gradient in outside.values())
+            if as_views and not gradient.requires_grad and parameter.grad is gradient:
+                parameter.grad = self.views[slot]
+        return any(gradient.requires_grad for gradient in gradients.values())
 
-    def _outside(self, slot: int) -> Tensor | None:
+    def gradient_outside(self, slot: int) -> Tensor | None:
         """The gradient of `parameters[slot]`, unless it is in the bucket already; `UsageError` if it does not fit."""
         parameter, view = self.parameters[slot], self.views[slot]
         gradient = parameter.grad

@@ -1,9 +1,9 @@
 """Has the gradients of a round copied into their buckets, and exchanges full buckets while backward goes on.
 
-Gradient hooks only copy and enqueue. Buckets go to the communication thread, or stream, in index order on every rank,
-whatever the order in which gradients come; where that thread would take a core from backward, they are exchanged after
-it. `finish` fills what got no gradient, exchanges the round's tail, waits for everything, and gives parameters that
-only other ranks used their gradient.
+Buckets go to the communication thread, or stream, in index order on every rank, whatever the order in which gradients
+come. That thread may also copy the gradients into them; else the gradient hooks do. Where it would
+take a core from backward, buckets are exchanged after backward. `finish` fills what got no gradient, exchanges the
+round's tail, waits for everything, and gives parameters that only other ranks used their gradient.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from murmura.observe.observer import Observer, exchanging
 from murmura.transports.cuda_launches import current_stream
 
 log = logging.getLogger("murmura")
+
+NUM_OUTSIDE = 2  # how many buckets' gradients may wait outside them, which takes as much memory again
 
 
 class GradientReducer:
@@ -88,6 +90,7 @@ class GradientReducer:
         """Forget the round under way; nothing of it may be in flight."""
         self._ready = [[False] * len(bucket.parameters) for bucket in self.buckets]
         self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._outside: list[dict[int, Tensor]] = [{} for _ in self.buckets]  # by slot, still to be copied
         self._tickets: list[PendingExchange] = []
         self._streams: dict[int, torch.cuda.Stream] = {}  # those on which gradients of the round have come
         self._failure: BaseException | None = None  # of the first exchange of the round that failed
@@ -141,7 +144,7 @@ class GradientReducer:
         if bucket.flat.is_cuda:
             self._note_stream(bucket.flat.get_device())
         else:
-            self._copy_in(bucket, [slot])
+            self._take(bucket, slot)
         if not self._ready[bucket.index][slot]:
             self._ready[bucket.index][slot] = True
             self._num_missing[bucket.index] -= 1
@@ -165,7 +168,7 @@ class GradientReducer:
                 # A gradient from before counts even if the last micro-batch did not use the parameter, or it is frozen.
                 if parameter.grad is not None:
                     if not bucket.flat.is_cuda:
-                        self._copy_in(bucket, [slot])
+                        self._take(bucket, slot)
                     self._ready[bucket.index][slot] = True
                 else:
                     bucket.views[slot].zero_()
@@ -192,17 +195,35 @@ class GradientReducer:
         """Copy all gradients of `bucket`, which are on a GPU, into it, after the streams that they came on."""
         current = current_stream(bucket.flat.get_device())
         ready = [slot for slot, is_ready in enumerate(self._ready[bucket.index]) if is_ready]
+        outside = {slot: gradient for slot in ready if (gradient := bucket.gradient_outside(slot)) is not None}
         for stream in self._streams.values():
             if stream != current:
                 current.wait_stream(stream)
-                for slot in ready:
-                    gradient = bucket.parameters[slot].grad
-                    if gradient is not None:  # its memory must outlive the copy, on whichever stream it was made
-                        gradient.record_stream(current)
-        self._copy_in(bucket, ready)
+                for gradient in outside.values():  # its memory must outlive the copy, on whichever stream it was made
+                    gradient.record_stream(current)
+        self._copy_in(bucket, outside)
 
-    def _copy_in(self, bucket: Bucket, slots: Sequence[int]) -> None:
-        has_graph = bucket.copy_gradients_in(slots, as_views=self._as_views)
+    def _take(self, bucket: Bucket, slot: int) -> None:
+        """Have a gradient, which is on the CPU, copied into its bucket, here or by the thread that exchanges it."""
+        gradient = bucket.gradient_outside(slot)
+        if gradient is None:
+            return
+        if self.hook is None and self._in_background and self._would_copy_in_time(bucket):
+            self._outside[bucket.index][slot] = gradient
+        else:
+            self._copy_in(bucket, {slot: gradient})
+
+    def _would_copy_in_time(self, bucket: Bucket) -> bool:
+        """Whether the communication thread can copy the gradients of `bucket`, and does not lag behind.
+
+        Where torch has several threads, they copy faster, and that thread would get a second set of them.
+        """
+        earlier = bucket.index - NUM_OUTSIDE
+        keeps_up = earlier < 0 or (earlier < len(self._tickets) and self._tickets[earlier].done())
+        return keeps_up and torch.get_num_threads() == 1
+
+    def _copy_in(self, bucket: Bucket, gradients: Mapping[int, Tensor]) -> None:
+        has_graph = bucket.copy_in(gradients, as_views=self._as_views)
         if has_graph and not self._has_graphs:
             log.warning("backward(create_graph=True): gradients are averaged, but not through their graphs")
         self._has_graphs |= has_graph
@@ -220,12 +241,15 @@ class GradientReducer:
     def _send(self, bucket: Bucket, number: int) -> None:
         if bucket.flat.is_cuda:
             self._gather(bucket)
+        outside = self._outside[bucket.index]
         what = f"bucket {bucket.index} (first parameter {bucket.names[0]!r}) of round {number}"
 
         is_last = bucket.index == len(self.buckets) - 1
         finish = self.hook.start(bucket, is_last=is_last) if self.hook is not None else None
 
         def exchange() -> None:
+            self._copy_in(bucket, outside)
+            outside.clear()  # their memory is free for the rest of backward
             with exchanging(self.observer, "bucket", bucket.index):
                 if finish is None:
                     self.exchange(bucket)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from murmura.tools.bench.ddp import BARE, MURMURA, OVERLAPPED, DDPSpec, Measured, Stage
-from murmura.tools.bench.harness import Report, Sample, ratios
+from murmura.tools.bench.harness import Report, Sample, ratios, threads_of_a_rank
 from murmura.tools.bench.steps import CPU, PHASES
 
 
@@ -18,6 +18,7 @@ class StepRow:
 
     model: str
     ranks: int
+    threads: int
     contestant: str
     milliseconds: float
     quartiles: tuple[float, float]
@@ -86,6 +87,7 @@ def step_rows(stage: Stage, samples: Sequence[Sample], bandwidth: str = "") -> l
         StepRow(
             model=stage.model,
             ranks=stage.ranks,
+            threads=threads_of_a_rank(stage.ranks),
             contestant=each.contestant,
             milliseconds=each.seconds * 1e3,
             quartiles=each.quartiles(1e3),

@@ -146,10 +146,13 @@ class Report(ABC, Generic[Spec]):
         return json.dumps(header | self.fields(), indent=2) + "\n"
 
 
+def threads_of_a_rank(world_size: int) -> int:
+    """As many of torch's threads as `murmura run` gives a rank, or fewer if OMP_NUM_THREADS says so."""
+    return max(1, min(torch.get_num_threads(), num_cores() // world_size))
+
+
 def take_share_of_cores(world_size: int) -> None:
-    """Give torch as many threads as `murmura run` does, or fewer if OMP_NUM_THREADS says so."""
-    share = num_cores() // world_size
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
+    torch.set_num_threads(threads_of_a_rank(world_size))
 
 
 def load() -> float:

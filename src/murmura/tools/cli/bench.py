@@ -169,8 +169,9 @@ def ddp(
 ) -> None:
     """Time training steps (forward, backward, optimizer) of murmura's DDP and of torch's in the same processes.
 
-    Both train the same model on the same data, one torch thread a rank; so do murmura with nothing in flight during
-    backward, and the bare module, which communicates nothing. One rank alone is always measured. They take turns, round
+    Both train the same model on the same data, each rank with its share of the cores for torch's threads
+    (OMP_NUM_THREADS=1 gives it one); so do murmura with nothing in flight during backward, and the bare module, which
+    communicates nothing. One rank alone is always measured. They take turns, round
     by round; a time is the median over all rounds of the slowest rank. Then the gain of overlap is measured on a link
     so slow that communication takes about as long as backward, and the memory that a rank uses, in processes of their
     own.

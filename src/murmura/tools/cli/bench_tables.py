@@ -119,15 +119,15 @@ def steps_table(report: DDPReport) -> Table:
     machine = report.machine
     ratios = [f"{TITLES[TORCH_DDP]}\n/ murmura", "murmura\n/ bare", "no overlap\n/ murmura"]
     table = plain_table(
-        f"training step, one thread a rank on {machine.cores} cores ({machine.cpu}), milliseconds",
+        f"training step on {machine.cores} cores ({machine.cpu}), milliseconds",
         "medians of the slowest rank, in brackets the quartiles; load before the start: " + digits(report.load_before),
-        ["model", "ranks", *(_title(name) for name in names), *ratios],
+        ["model", "ranks x\nthreads", *(_title(name) for name in names), *ratios],
     )
     for rows in _grouped(report.steps):
         own = rows[MURMURA]
         table.add_row(
             own.model,
-            str(own.ranks),
+            f"{own.ranks} x {own.threads}",
             *(_time(rows.get(name)) for name in names),
             ratio(own.ratio[TORCH_DDP]),
             f"{1 / own.ratio[BARE]:.3f}",
