@@ -315,9 +315,10 @@ class ProcessGroupTransport(LaunchingTransport):
         """Exchange flat tensors as bytes; receives are posted first (on Gloo that is twice as fast)."""
         if not sends and not recvs:
             return
-
         device = self.device if self._on_cuda else None
-        self.await_works(lambda limit: group_operations.start(self._group, device, sends, recvs), timeout)
+        by_size = self._kind == "gloo" and self.operation != "exchange"
+        start = partial(group_operations.start, self._group, device, sends, recvs, by_size=by_size)
+        self.await_works(lambda limit: start(), timeout)
 
     def _exchange_checked(self, outgoing: Pairs, incoming: Pairs, sends: Pairs, recvs: Pairs, timeout: float) -> None:
         deadline = Deadline(timeout)
