@@ -33,8 +33,8 @@ from murmura import (
 )
 from murmura.algorithms import algorithm_named
 from oracles.algorithms.gradients import AllReduce, GatheredAllReduce, QAdam
-from oracles.algorithms.simulation import Feedback, Rule, Task, mean, simulate, there_and_back
-from oracles.algorithms.weights import DiLoCo
+from oracles.algorithms.simulation import Feedback, Rule, Task, simulate, there_and_back
+from oracles.algorithms.weights import DiLoCo, SparseLoCo
 from worlds import SECONDS
 
 STEPS = 4
@@ -190,27 +190,11 @@ def test_resumed_moments_continue_bit_for_bit(name: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_sparse_loco_is_as_the_paper_says(size: int) -> None:
-    """m <- 0.95 m + (theta - x); each sends q(m), which leaves m; theta <- theta - mean of what was sent."""
     task = regression("adam")
-    q = there_and_back(TopKTwoBit(16, 4))
-
-    class SparseLoCo(Rule):
-        def start(self, replicas: Any) -> None:
-            self.theta = replicas.flats()[0]
-            self.m = [torch.zeros_like(self.theta)] * replicas.size
-
-        def after_step(self, replicas: Any) -> None:
-            if (replicas.round + 1) % 2:
-                return
-            changed = [0.95 * m + (self.theta - flat) for m, flat in zip(self.m, replicas.flats(), strict=True)]
-            sent = [q(each) for each in changed]
-            self.m = [each - gone for each, gone in zip(changed, sent, strict=True)]
-            self.theta = self.theta - mean(sent)
-            replicas.set([self.theta] * replicas.size)
-
+    rule = SparseLoCo(2, 0.95, there_and_back(TopKTwoBit(16, 4)))
     name = "sparse_loco:interval=2:compressor=topk2bit(chunk_size=16:count=4:decay=0.95)"
     flats = by_step(train_world(size, name, task, 6))
-    assert_close(flats, simulate(SparseLoCo(), task, size, 6))
+    assert_close(flats, simulate(rule, task, size, 6))
     assert algorithm_named("sparse_loco") == DiLoCoAlgorithm(
         20, 1.0, 0.0, compressor=ErrorFeedback(TopKTwoBit(), decay=0.95)
     )

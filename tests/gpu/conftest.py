@@ -21,7 +21,7 @@ def arrive(transport: Transport) -> int:
     return transport.rank
 
 
-@pytest.fixture(scope="session", params=SIZES, ids=lambda size: f"{size} ranks")
+@pytest.fixture(scope="session", params=SIZES, ids=lambda size: f"{size}_ranks")
 def nccl(request: pytest.FixtureRequest) -> Iterator[OneGPU]:
     """NCCL ranks on one GPU, by MPS side by side."""
     if not torch.cuda.is_available():

@@ -19,7 +19,10 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-BLOCK_SIZES = [1, 64, 100, 4096, 20_000, None]
+QUANTISERS = [
+    *(murmura.MinMaxUInt8(size) for size in (1, 64, 100, 4096, 20_000, None)),
+    *(murmura.MinMaxUInt4(size) for size in (2, 100, 256, 20_000)),
+]
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -49,16 +52,15 @@ def test_triton_is_used() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["triton", "plain"])
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("compressor", QUANTISERS, ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cuda_gives_the_bits_of_the_cpu(
-    dtype: torch.dtype, block_size: int | None, kernels: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, compressor: murmura.Compressor, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernels == "plain":
         monkeypatch.setattr(minmax, "_cuda_kernels", lambda device: minmax_plain)
-    compressor = murmura.MinMaxUInt8(block_size)
     for kind in KINDS:
-        for length in (1, 3, 4096, 10_007):
+        for length in (1, 2, 3, 4096, 10_007):
             values = samples(kind, length, dtype)
             for offset in (0, 1):
                 expected = round_trip(compressor, values, "cpu", offset)
@@ -95,7 +97,9 @@ def test_cast_on_cuda_gives_the_bits_of_the_cpu(
                 assert same(found[2], expected[2]), f"added: {told}"
 
 
-@pytest.mark.parametrize("compressor", [murmura.Cast(torch.bfloat16), murmura.MinMaxUInt8()], ids=repr)
+@pytest.mark.parametrize(
+    "compressor", [murmura.Cast(torch.bfloat16), murmura.MinMaxUInt8(), murmura.MinMaxUInt4()], ids=repr
+)
 def test_error_feedback_on_cuda_is_that_of_the_cpu(compressor: murmura.Compressor) -> None:
     results = []
     for device in ("cpu", "cuda"):
@@ -106,6 +110,26 @@ def test_error_feedback_on_cuda_is_that_of_the_cpu(compressor: murmura.Compresso
         results.append((payload.cpu(), feedback.state_dict()["residual"].cpu()))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
+
+
+FEW_BITS = [murmura.TopK(0.1), murmura.RandomK(0.1), murmura.Sign(64), murmura.TopKTwoBit(64, 8)]
+
+
+@pytest.mark.parametrize("compressor", FEW_BITS, ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_payload_of_the_gpu_decodes_to_the_same_bits_everywhere(
+    compressor: murmura.Compressor, dtype: torch.dtype
+) -> None:
+    for length in (1, 64, 10_007):
+        values = samples("normal", length, dtype).to("cuda")
+        payload = compressor.encode(values)
+        here, there = torch.empty_like(values), torch.empty_like(values, device="cpu")
+        compressor.decompress(payload, here)
+        compressor.decompress(payload.cpu(), there)
+        assert torch.equal(here.cpu(), there)
+        compressor.decompress_add(payload, here)
+        compressor.decompress_add(payload.cpu(), there)
+        assert torch.equal(here.cpu(), there)
 
 
 def test_work_is_queued_on_the_current_stream() -> None:
@@ -123,12 +147,12 @@ def test_work_is_queued_on_the_current_stream() -> None:
     assert bool((out == 3.0).all())
 
 
-def test_more_than_two_billion_elements() -> None:
+@pytest.mark.parametrize("compressor", [murmura.MinMaxUInt8(), murmura.MinMaxUInt4()], ids=repr)
+def test_more_than_two_billion_elements(compressor: murmura.Compressor) -> None:
     numel = 2**31 + 4096 + 5
-    compressor = murmura.MinMaxUInt8()
     values = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
     values[-5:] = torch.arange(1.0, 6.0, device="cuda")
-    values[2**31] = 255.0
+    values[2**31] = 240.0
     payload = space(compressor.payload_bytes(numel, values.dtype), 0, "cuda")
     compressor.compress(values, payload)
     out = torch.ones_like(values)

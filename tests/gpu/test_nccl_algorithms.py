@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch import nn
 
 import murmura
 from contracts.catalogue import CATALOGUE
-from contracts.training import assert_close, by_step, regression
-from gpu.test_algorithms import ONE_LEVEL, QUANTISED, STEPS, train_all
+from contracts.test_algorithms_few_bits import INNER, FeedbackByStream, qadam_task, rule_of
+from contracts.training import Run, Task, assert_close, by_step, regression, train
+from gpu.test_algorithms import ONE_LEVEL, QUANTISED, STEPS, on_the_gpu, train_all
 from murmura import (
     Algorithm,
     AsyncModelAverageAlgorithm,
@@ -20,13 +22,21 @@ from murmura import (
     Cast,
     DecentralizedAlgorithm,
     DiLoCoAlgorithm,
+    ErrorFeedback,
     GradientAllReduceAlgorithm,
     LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
+    PowerSGDAlgorithm,
+    PushSumAlgorithm,
+    QAdamAlgorithm,
+    TopKTwoBit,
     Transport,
 )
+from murmura.algorithms import algorithm_named
 from murmura.tools.one_gpu import OneGPU
-from oracles.algorithms.simulation import simulate
+from oracles.algorithms.gradients import QAdam
+from oracles.algorithms.simulation import Rule, simulate, there_and_back
+from oracles.algorithms.weights import SparseLoCo
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,6 +57,11 @@ FREE: dict[str, Callable[[], Algorithm]] = {
     "diloco": lambda: DiLoCoAlgorithm(1),
     "async_by_rounds": lambda: AsyncModelAverageAlgorithm(sync_interval_rounds=1),
     "async_by_the_clock": lambda: AsyncModelAverageAlgorithm(sync_interval_ms=20),
+    "powersgd": PowerSGDAlgorithm,
+    "push_sum": PushSumAlgorithm,
+    "uint4": lambda: algorithm_named("gradient_allreduce:compressor=uint4"),
+    "sign": lambda: algorithm_named("gradient_allreduce:compressor=sign"),
+    "topk": lambda: algorithm_named("gradient_allreduce:compressor=topk"),
 }
 
 
@@ -57,6 +72,38 @@ def test_every_algorithm_is_as_simulated(nccl: OneGPU) -> None:
         assert_close(by_step(runs), wanted, ONE_LEVEL if entry.name in QUANTISED else 1e-9)
         if entry.lockstep:
             assert all(torch.equal(run.flats[-1], runs[0].flats[-1]) for run in runs), entry.name
+
+
+FEW_BITS = {
+    **{name: GradientAllReduceAlgorithm(compressor=ErrorFeedback(make())) for name, make in INNER.items()},
+    "sparse_loco": algorithm_named("sparse_loco:interval=2:compressor=topk2bit(chunk_size=16:count=4:decay=0.95)"),
+    "qadam": QAdamAlgorithm(compressor=ErrorFeedback(INNER["sign"]())),
+}
+
+
+def few_bits_task(name: str) -> Task:
+    return qadam_task(torch.float64) if name == "qadam" else regression("momentum")
+
+
+def few_bits_rule(name: str, runs: Sequence[Run]) -> Rule:
+    if name == "sparse_loco":
+        return SparseLoCo(2, 0.95, there_and_back(TopKTwoBit(16, 4)))
+    if name == "qadam":
+        return QAdam(FeedbackByStream(INNER["sign"]), 2, lr=0.01, hierarchical=True)
+    return rule_of(name, runs)
+
+
+def train_with_few_bits(transport: Transport) -> list[Run]:
+    runs = [train(transport, each, on_the_gpu(few_bits_task(name)), STEPS) for name, each in FEW_BITS.items()]
+    return [replace(run, flats=[flat.cpu() for flat in run.flats]) for run in runs]
+
+
+def test_few_bits_are_as_simulated(nccl: OneGPU) -> None:
+    by_rank = nccl.run(train_with_few_bits)
+    for name, runs in zip(FEW_BITS, zip(*by_rank, strict=True), strict=True):
+        assert_close(by_step(runs), simulate(few_bits_rule(name, runs), few_bits_task(name), nccl.num_ranks, STEPS))
+        if name != "sparse_loco":  # its last step is a local one
+            assert all(torch.equal(run.flats[-1], runs[0].flats[-1]) for run in runs), name
 
 
 def step_behind_a_kernel(transport: Transport, name: str) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from contracts import test_concurrency, test_exchange
 from contracts.test_broadcast import (  # noqa: F401
     test_barrier_returns,
     test_collectives_of_all_kinds_in_a_row,
@@ -19,7 +20,6 @@ from contracts.test_broadcast import test_bits_pass_unchanged as test_bits_are_b
 from contracts.test_broadcast import test_tensors_of_every_form as test_broadcast_of_every_form  # noqa: F401
 from contracts.test_concurrency import (  # noqa: F401
     test_a_barrier_never_lets_go_early,
-    test_hundreds_in_flight_on_two_channels_never_mix,
     test_operations_of_all_kinds_in_flight,
     test_synchronous_calls_wait_for_asynchronous_ones,
     test_threads_that_share_a_transport,
@@ -28,7 +28,6 @@ from contracts.test_exchange import (  # noqa: F401
     test_a_channel_waits_for_nothing_but_itself,
     test_a_shift_round_the_ring,
     test_a_subgroup_numbers_its_ranks_in_the_order_given,
-    test_all_pairs_both_ways_in_one_exchange,
     test_asynchronous_exchanges_keep_their_order,
     test_bits_pass_unchanged,
     test_exchanges_between_collectives,
@@ -52,9 +51,28 @@ from contracts.test_transports import (  # noqa: F401
     test_short_buffers,
     test_where_the_order_of_summation_changes,
 )
+from murmura.tools.one_gpu import OneGPU
+from worlds import World
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(120),
 ]
+
+# These name the worlds they run in, and sizes: here it is the world that there is.
+
+
+@pytest.mark.parametrize("length", [1, 1000, 200_001])
+def test_hundreds_in_flight_on_two_channels_never_mix(world: World, nccl: OneGPU, length: int) -> None:
+    test_concurrency.test_hundreds_in_flight_on_two_channels_never_mix(world, nccl.num_ranks, length)
+
+
+@pytest.mark.parametrize("length", [5, 150_001])
+def test_a_slow_rank_gets_what_was_sent(world: World, nccl: OneGPU, length: int) -> None:
+    test_concurrency.test_a_slow_rank_gets_what_was_sent(world, nccl.num_ranks, length, False)
+
+
+@pytest.mark.parametrize("length", [0, 3, 300_007])
+def test_all_pairs_both_ways_in_one_exchange(world: World, nccl: OneGPU, length: int) -> None:
+    test_exchange.test_all_pairs_both_ways_in_one_exchange(world, nccl.num_ranks, length)

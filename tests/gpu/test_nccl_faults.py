@@ -94,26 +94,27 @@ def check(found: dict[str, Any], kind: type[Exception], within: float) -> None:
     assert found["closing"] < 5.0
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_a_rank_that_is_stuck(num_ranks: int) -> None:
     for found in outcomes(num_ranks, "stuck", mps=True):
         check(found, PeerTimeout, DEADLINE + 4.0)
         assert "undefined" in str(found["error"])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_a_rank_that_raises(num_ranks: int) -> None:
     for found in outcomes(num_ranks, "raises", mps=True):
         check(found, PeerLost, 3.0)
         assert "ZeroDivisionError" in str(found["error"])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_a_rank_that_is_killed(num_ranks: int) -> None:
     for found in outcomes(num_ranks, "killed", mps=False):
         check(found, PeerLost, 3.0)
 
 
-def test_a_rank_that_is_a_round_ahead() -> None:
-    for found in outcomes(2, "ahead", mps=True):
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_a_rank_that_is_a_round_ahead(num_ranks: int) -> None:
+    for found in outcomes(num_ranks, "ahead", mps=True):
         assert isinstance(found["error"], CollectiveMismatch), found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -249,8 +251,20 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         self._factors.load_state_dict(state["factors"])
 
 
+_LOADING = threading.Lock()
+
+
+@functools.cache
+def _load_solver(device: torch.device) -> None:
+    """Let torch load its solver for `device`: it refuses the second of two threads that ask for it at once."""
+    torch.linalg.qr(torch.ones(1, 1, device=device))
+
+
 def orthonormal(columns: Tensor) -> Tensor:
     """An orthonormal basis of a space that holds `columns`."""
+    if columns.is_cuda:
+        with _LOADING:
+            _load_solver(columns.device)
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis
 

@@ -29,6 +29,9 @@ class Bucket:
         self.numels = [parameter.numel() for parameter in parameters]
         self.flat = allocate(sum(self.numels), parameters[0].dtype, parameters[0].device)
         self.views = self.views_of(self.flat)
+        self.gpu = self.flat.get_device() if self.flat.is_cuda else None  # its number
+        self._form = self.flat.dtype, self.flat.device
+        self._shapes = [view.shape for view in self.views]
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """`flat`, a tensor as long as the bucket's own, cut by parameter, with the parameters' shapes and strides."""
@@ -40,21 +43,25 @@ class Bucket:
         On a GPU one kernel copies many. A gradient with a graph of its own stays where it is; whether there is one is
         returned.
         """
-        if self.flat.is_cuda and gradients:
-            views = [self.views[slot] for slot in gradients]
-            torch._foreach_copy_(views, [each.detach() for each in gradients.values()])
+        if self.gpu is not None and gradients:
+            with torch.no_grad():
+                torch._foreach_copy_([self.views[slot] for slot in gradients], list(gradients.values()))
+        has_graphs = False
         for slot, gradient in gradients.items():
             parameter = self.parameters[slot]
-            if not self.flat.is_cuda:
+            if self.gpu is None:
                 self.views[slot].copy_(gradient.detach())
-            if as_views and not gradient.requires_grad and parameter.grad is gradient:
+            if gradient.requires_grad:
+                has_graphs = True
+            elif as_views and parameter.grad is gradient:
                 parameter.grad = self.views[slot]
-        return any(gradient.requires_grad for gradient in gradients.values())
+        return has_graphs
 
     def gradient_outside(self, slot: int) -> Tensor | None:
         """The gradient of `parameters[slot]`, unless it is in the bucket already; `UsageError` if it does not fit."""
-        parameter, view = self.parameters[slot], self.views[slot]
-        gradient = parameter.grad
+        view, gradient = self.views[slot], self.parameters[slot].grad
+        if gradient is view:
+            return None
         assert gradient is not None
         if gradient.layout is not torch.strided:
             raise UsageError(
@@ -63,7 +70,7 @@ class Bucket:
             )
         if gradient.data_ptr() == view.data_ptr() and gradient.stride() == view.stride():
             return None
-        if (gradient.dtype, gradient.device, gradient.shape) != (view.dtype, view.device, view.shape):
+        if (gradient.dtype, gradient.device) != self._form or gradient.shape != self._shapes[slot]:
             raise UsageError(
                 f"the gradient of {self.names[slot]!r} no longer fits its bucket: the parameter was cast, moved "
                 "or resized after wrapping. Do that before, or wrap the model again: DDP(ddp.into_inner(), ...)."

@@ -50,24 +50,24 @@ class MinMaxUInt8(Compressor):
     def compress(self, tensor: Tensor, payload: Tensor) -> None:
         check_call(self, tensor, payload)
         if tensor.numel():
-            _kernels(tensor).encode(tensor.detach(), payload, self._block(tensor.numel()))
+            kernels_for(tensor).encode(tensor.detach(), payload, self._block(tensor.numel()))
 
     def decompress(self, payload: Tensor, out: Tensor) -> None:
         check_call(self, out, payload)
         if out.numel():
-            _kernels(out).decode(payload, out.detach(), self._block(out.numel()), add=False)
+            kernels_for(out).decode(payload, out.detach(), self._block(out.numel()), add=False)
 
     def decompress_add(self, payload: Tensor, out: Tensor) -> None:
         check_call(self, out, payload)
         if out.numel():
-            _kernels(out).decode(payload, out.detach(), self._block(out.numel()), add=True)
+            kernels_for(out).decode(payload, out.detach(), self._block(out.numel()), add=True)
 
     def _block(self, numel: int) -> int:
         """The length of each block but the last, which is what remains."""
         return max(1, numel if self.block_size is None else min(numel, self.block_size))
 
 
-def _kernels(tensor: Tensor) -> ModuleType:
+def kernels_for(tensor: Tensor) -> ModuleType:
     """The fastest implementation that can take `tensor`; all of them give the same bits."""
     return _cuda_kernels(tensor.device) if tensor.is_cuda else minmax_plain
 
@@ -84,6 +84,6 @@ def _cuda_kernels(device: torch.device) -> ModuleType:
         payload = torch.empty(1 + minmax_plain.header_bytes(torch.float32), dtype=torch.uint8, device=device)
         minmax_triton.encode(torch.zeros(1, device=device), payload, 1)
     except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
-        log.warning("8-bit compression on %s runs on plain torch operations, which are slower: %s", device, error)
+        log.warning("quantisation on %s runs on plain torch operations, which are slower: %s", device, error)
         return minmax_plain
     return minmax_triton

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from murmura.compressors import minmax_plain
 from murmura.compressors.base import Compressor, check_call, check_encodable
+from murmura.compressors.minmax import kernels_for
 from murmura.compressors.names import register_compressor
 from murmura.errors import ConfigError
 
@@ -19,7 +20,7 @@ class MinMaxUInt4(Compressor):
     """15 levels between the minimum and the maximum of each block; zero is exact where a block spans it.
 
     As `MinMaxUInt8`, with steps that are 17 times as long: hence short blocks, and error feedback by default where it
-    is asked for by name. `block_size` is an even number of elements. It runs on plain torch operations on every device.
+    is asked for by name. `block_size` is an even number of elements.
     """
 
     block_size: int = 256
@@ -40,14 +41,14 @@ class MinMaxUInt4(Compressor):
     def compress(self, tensor: Tensor, payload: Tensor) -> None:
         check_call(self, tensor, payload)
         if tensor.numel():
-            minmax_plain.encode_pairs(tensor.detach(), payload, min(tensor.numel(), self.block_size))
+            kernels_for(tensor).encode_pairs(tensor.detach(), payload, min(tensor.numel(), self.block_size))
 
     def decompress(self, payload: Tensor, out: Tensor) -> None:
         check_call(self, out, payload)
         if out.numel():
-            minmax_plain.decode_pairs(payload, out.detach(), min(out.numel(), self.block_size), add=False)
+            kernels_for(out).decode_pairs(payload, out.detach(), min(out.numel(), self.block_size), add=False)
 
     def decompress_add(self, payload: Tensor, out: Tensor) -> None:
         check_call(self, out, payload)
         if out.numel():
-            minmax_plain.decode_pairs(payload, out.detach(), min(out.numel(), self.block_size), add=True)
+            kernels_for(out).decode_pairs(payload, out.detach(), min(out.numel(), self.block_size), add=True)

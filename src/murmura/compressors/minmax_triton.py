@@ -1,10 +1,13 @@
-"""The eight-bit code of `MinMaxUInt8` on CUDA: one kernel to encode, one to decode or to decode and add.
+"""The codes of `MinMaxUInt8` and `MinMaxUInt4` on CUDA: one kernel each to encode, and to decode or decode and add.
 
 The rule is that of `minmax_plain`, whose names are used here, and so are the results, to the bit (but for the bits of a
 NaN). Each element is read and written once. Nothing here may be fused into another rounding: hence `enable_fp_fusion`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -17,6 +20,7 @@ from murmura.compressors.base import working_dtype
 LONGEST_BLOCK = 2**14  # a longer one does not fit into the registers of one program
 LONGEST_TILE = 2**10
 ENCODED_PER_WARP, DECODED_PER_WARP = 2**10, 2**9  # elements; the fastest of those that were tried on an H200
+PAIRS_TILE = 2**10  # elements that a program takes if blocks are shorter, as those of four bits are
 
 LIFT, TINY, SINK = tl.constexpr(plain.LIFT), tl.constexpr(plain.TINY), tl.constexpr(plain.SINK)
 ROUND_UP, DROPPED_BITS = tl.constexpr(plain.ROUND_UP), tl.constexpr(plain.DROPPED_BITS)
@@ -31,6 +35,42 @@ def _lower(a, b):
 @triton.jit
 def _higher(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _grid(
+    low,
+    high,
+    levels: tl.constexpr,
+    dtype: tl.constexpr,
+    integer: tl.constexpr,
+    few_bits: tl.constexpr,
+    smallest_lifted: tl.constexpr,
+):
+    """The fields of `minmax_plain.Grid` of blocks with these minima and maxima."""
+    nought = tl.full((), 0.0, dtype)
+    one = tl.full((), 1.0, dtype)
+    unit = tl.full((), smallest_lifted, dtype)
+
+    spread = high - low
+    overflows = spread == INFINITY
+    is_constant = spread == 0
+    spans_zero = (low <= 0) & (high >= 0) & (spread != 0)
+    is_finite = (low - low == 0) & (high - high == 0)
+    is_tiny = (spread < TINY) & (spread != 0)
+    lift = tl.where(is_tiny, LIFT * one, one)
+    raw = tl.where(overflows, high * SINK - low * SINK, spread * lift) * tl.full((), 1 / levels, dtype)
+    rounded = ((raw.to(integer, bitcast=True) + ROUND_UP) & ~DROPPED_BITS).to(dtype, bitcast=True)
+    step = tl.where(raw < unit * few_bits, raw + unit, rounded) * tl.where(is_tiny, one / LIFT, one)
+    step = tl.where(is_constant, nought, step)
+    inverse = tl.where(is_constant, nought, _divide(one, tl.where(is_constant, one, step * lift)))
+    lift = tl.where(overflows, SINK * one, lift)
+    anchor = tl.where(spans_zero, nought, low)
+    top = tl.floor(high * lift * inverse + 0.5)
+    zero = tl.where(spans_zero, levels - top, nought)
+    base = tl.where(is_finite, anchor - zero * step + 0.0, float("nan"))
+    step = tl.where(is_finite, tl.where(overflows, -step, step), float("nan"))
+    return base, step, anchor, lift, inverse, zero, is_finite
 
 
 @triton.jit
@@ -61,29 +101,9 @@ def _encode(
         x = tl.load(values + inside).to(dtype)
         low = tl.reduce(x, 0, _lower)
         high = tl.reduce(x, 0, _higher)
-    nought = tl.full((), 0.0, dtype)
-    one = tl.full((), 1.0, dtype)
-    unit = tl.full((), smallest_lifted, dtype)
-
-    spread = high - low
-    overflows = spread == INFINITY
-    is_constant = spread == 0
-    spans_zero = (low <= 0) & (high >= 0) & (spread != 0)
-    is_finite = (low - low == 0) & (high - high == 0)
-    is_tiny = (spread < TINY) & (spread != 0)
-    lift = tl.where(is_tiny, LIFT * one, one)
-    raw = tl.where(overflows, high * SINK - low * SINK, spread * lift) * tl.full((), 1 / 255, dtype)
-    rounded = ((raw.to(integer, bitcast=True) + ROUND_UP) & ~DROPPED_BITS).to(dtype, bitcast=True)
-    step = tl.where(raw < unit * few_bits, raw + unit, rounded) * tl.where(is_tiny, one / LIFT, one)
-    step = tl.where(is_constant, nought, step)
-    inverse = tl.where(is_constant, nought, _divide(one, tl.where(is_constant, one, step * lift)))
-    lift = tl.where(overflows, SINK * one, lift)
-    anchor = tl.where(spans_zero, nought, low)
-    top = tl.floor(high * lift * inverse + 0.5)
-    zero = tl.where(spans_zero, 255 - top, nought)
-    base = anchor - zero * step + 0.0
-    step = tl.where(overflows, -step, step)
-
+    base, step, anchor, lift, inverse, zero, is_finite = _grid(
+        low, high, 255, dtype, integer, few_bits, smallest_lifted
+    )
     shift = zero + tl.full((), magic, dtype)
     code = ((x - anchor) * lift * inverse + shift).to(integer, bitcast=True) & 0xFF
     code = tl.where(is_finite, code, 0).to(tl.uint8)
@@ -91,8 +111,8 @@ def _encode(
         tl.store(codes + inside, code, mask=is_there)
     else:
         tl.store(codes + inside, code)
-    tl.store(headers + 2 * index, tl.where(is_finite, base, float("nan")))
-    tl.store(headers + 2 * index + 1, tl.where(is_finite, step, float("nan")))
+    tl.store(headers + 2 * index, base)
+    tl.store(headers + 2 * index + 1, step)
 
 
 @triton.jit
@@ -132,6 +152,102 @@ def _decode(
     tl.store(out + inside, decoded, mask=is_there)
 
 
+@triton.jit
+def _encode_pairs(
+    values,
+    pairs,
+    headers,
+    numel,
+    block,
+    height: tl.constexpr,
+    width: tl.constexpr,
+    is_masked: tl.constexpr,
+    dtype: tl.constexpr,
+    integer: tl.constexpr,
+    magic: tl.constexpr,
+    few_bits: tl.constexpr,
+    smallest_lifted: tl.constexpr,
+):
+    """A program encodes `height` blocks of `block` elements, each in a row of `width`; those there are, if `is_masked`.
+
+    `block` is even, unless there is one block only.
+    """
+    first = tl.program_id(0).to(tl.int64) * height
+    values += first * block
+    pairs += first * (block // 2)
+    headers += 2 * first
+    row = tl.arange(0, height)
+    column, byte = tl.arange(0, width)[None, :], tl.arange(0, width // 2)[None, :]
+    left = numel - first * block
+    places = row[:, None] * block + column
+    if is_masked:
+        is_there = (column < block) & (places < left)
+        x = tl.load(values + places, mask=is_there, other=0.0).to(dtype)
+        low = tl.reduce(tl.where(is_there, x, INFINITY), 1, _lower)
+        high = tl.reduce(tl.where(is_there, x, -INFINITY), 1, _higher)
+    else:
+        x = tl.load(values + places).to(dtype)
+        low = tl.reduce(x, 1, _lower)
+        high = tl.reduce(x, 1, _higher)
+    base, step, anchor, lift, inverse, zero, is_finite = _grid(low, high, 15, dtype, integer, few_bits, smallest_lifted)
+    shift = zero + tl.full((), magic, dtype)
+    code = (x - anchor[:, None]) * lift[:, None] * inverse[:, None] + shift[:, None]
+    code = tl.where(is_finite[:, None], code.to(integer, bitcast=True) & 0xF, 0).to(tl.uint8)
+    if is_masked:
+        code = tl.where(is_there, code, 0).to(tl.uint8)
+    even, odd = tl.split(tl.reshape(code, (height, width // 2, 2)))
+    packed = even | (odd << 4)
+    targets = pairs + row[:, None] * (block // 2) + byte
+    if is_masked:
+        tl.store(targets, packed, mask=(2 * byte < block) & (row[:, None] * block + 2 * byte < left))
+        is_block = row * block < left
+        tl.store(headers + 2 * row, base, mask=is_block)
+        tl.store(headers + 2 * row + 1, step, mask=is_block)
+    else:
+        tl.store(targets, packed)
+        tl.store(headers + 2 * row, base)
+        tl.store(headers + 2 * row + 1, step)
+
+
+@triton.jit
+def _decode_pairs(
+    pairs,
+    headers,
+    out,
+    numel,
+    block,
+    height: tl.constexpr,
+    width: tl.constexpr,
+    is_masked: tl.constexpr,
+    dtype: tl.constexpr,
+    limit: tl.constexpr,
+    adds: tl.constexpr,
+):
+    """A program decodes what one of `_encode_pairs` has encoded."""
+    first = tl.program_id(0).to(tl.int64) * height
+    pairs += first * (block // 2)
+    headers += 2 * first
+    out += first * block
+    row = tl.arange(0, height)[:, None]
+    column, byte = tl.arange(0, width)[None, :], tl.arange(0, width // 2)[None, :]
+    left = numel - first * block
+    places = row * block + column
+    is_there = (column < block) & (places < left) if is_masked else None
+    is_byte = (2 * byte < block) & (row * block + 2 * byte < left) if is_masked else None
+    is_block = row * block < left if is_masked else None
+    packed = tl.load(pairs + row * (block // 2) + byte, mask=is_byte)
+    code = tl.reshape(tl.join(packed & 0xF, packed >> 4), (height, width))
+    base = tl.load(headers + 2 * row, mask=is_block)
+    step = tl.load(headers + 2 * row + 1, mask=is_block)
+    most = tl.full((), limit, dtype)
+    rise = tl.where(step < 0, 1 / SINK, 1.0).to(dtype)
+    decoded = (code.to(dtype) * tl.abs(step) + base) * rise
+    decoded = _lower(_higher(decoded, -most), most).to(out.dtype.element_ty)
+    if adds:
+        decoded = (tl.load(out + places, mask=is_there).to(dtype) + decoded.to(dtype)).to(out.dtype.element_ty)
+    tl.store(out + places, decoded, mask=is_there)
+
+
 def encode(values: Tensor, payload: Tensor, block: int) -> None:
     """Fill `payload` from `values` in blocks of `block` elements, the last one shorter."""
     if block > LONGEST_BLOCK:
@@ -139,17 +255,9 @@ def encode(values: Tensor, payload: Tensor, block: int) -> None:
         return
     numel, dtype = values.numel(), working_dtype(values.dtype)
     behind = payload[numel:]
-    # Bytes that begin anywhere cannot be written as numbers: those are written elsewhere and copied.
-    headers = (behind if _is_aligned(behind, dtype) else torch.empty_like(behind)).view(dtype)
+    headers = _headers_to_write(behind, dtype)
     width = triton.next_power_of_2(block)
-    constants = {
-        "dtype": _NAMES[dtype],
-        "integer": _NAMES[plain.INTEGERS[dtype]],
-        "magic": plain.MAGIC[dtype],
-        "few_bits": plain.FEW_BITS[dtype],
-        "smallest_lifted": plain.SMALLEST[dtype] * plain.LIFT,
-        **_shape(width, ENCODED_PER_WARP),
-    }
+    constants = {**_grid_constants(dtype), **_shape(width, ENCODED_PER_WARP)}
     whole, rest = divmod(numel, block)
     with torch.cuda.device(values.device):
         if whole:
@@ -157,15 +265,13 @@ def encode(values: Tensor, payload: Tensor, block: int) -> None:
         if rest:
             done = numel - rest
             _encode[(1,)](values[done:], payload[done:], headers[2 * whole :], rest, is_masked=True, **constants)
-    if headers.data_ptr() != behind.data_ptr():
-        behind.copy_(headers.view(torch.uint8))
+    _bring_home(headers, behind)
 
 
 def decode(payload: Tensor, out: Tensor, block: int, *, add: bool) -> None:
     """Overwrite `out` from `payload`, or add to it."""
     numel, dtype = out.numel(), working_dtype(out.dtype)
-    behind = payload[numel:]
-    headers = (behind if _is_aligned(behind, dtype) else behind.clone()).view(dtype)
+    headers = _headers_to_read(payload[numel:], dtype)
     width = min(triton.next_power_of_2(block), LONGEST_TILE)
     constants = {
         "dtype": _NAMES[dtype],
@@ -184,6 +290,65 @@ def decode(payload: Tensor, out: Tensor, block: int, *, add: bool) -> None:
             _decode[(tiles,)](*args, is_masked=True, **constants)
 
 
+def encode_pairs(values: Tensor, payload: Tensor, block: int) -> None:
+    """As `encode`, with codes of four bits, two in a byte."""
+    if block > LONGEST_BLOCK:
+        plain.encode_pairs(values, payload, block)
+        return
+    numel, dtype = values.numel(), working_dtype(values.dtype)
+    behind = payload[-(-numel // 2) :]
+    headers = _headers_to_write(behind, dtype)
+    constants = {**_grid_constants(dtype), **_pairs_shape(block, ENCODED_PER_WARP)}
+    with torch.cuda.device(values.device):
+        for first, programs, is_masked in _programs(numel, block, constants):
+            begin = first * block
+            args = (values[begin:], payload[begin // 2 :], headers[2 * first :], numel - begin, block)
+            _encode_pairs[(programs,)](*args, is_masked=is_masked, **constants)
+    _bring_home(headers, behind)
+
+
+def decode_pairs(payload: Tensor, out: Tensor, block: int, *, add: bool) -> None:
+    """As `decode`, of what `encode_pairs` made."""
+    if block > LONGEST_BLOCK:
+        plain.decode_pairs(payload, out, block, add=add)
+        return
+    numel, dtype = out.numel(), working_dtype(out.dtype)
+    headers = _headers_to_read(payload[-(-numel // 2) :], dtype)
+    constants = {
+        "dtype": _NAMES[dtype],
+        "limit": torch.finfo(out.dtype).max,
+        "adds": add,
+        **_pairs_shape(block, DECODED_PER_WARP),
+    }
+    with torch.cuda.device(out.device):
+        for first, programs, is_masked in _programs(numel, block, constants):
+            begin = first * block
+            args = (payload[begin // 2 :], headers[2 * first :], out[begin:], numel - begin, block)
+            _decode_pairs[(programs,)](*args, is_masked=is_masked, **constants)
+
+
+def _programs(numel: int, block: int, constants: dict[str, Any]) -> Iterator[tuple[int, int, bool]]:
+    """The launches: the first block, the number of programs, and whether some of their places are empty."""
+    height = constants["height"]
+    whole = 0 if block != constants["width"] else numel // block // height
+    if whole:
+        yield 0, whole, False
+    rest = triton.cdiv(numel, block) - whole * height
+    if rest:
+        yield whole * height, triton.cdiv(rest, height), True
+
+
+def _grid_constants(dtype: torch.dtype) -> dict[str, Any]:
+    """What the kernels that encode know of the working dtype."""
+    return {
+        "dtype": _NAMES[dtype],
+        "integer": _NAMES[plain.INTEGERS[dtype]],
+        "magic": plain.MAGIC[dtype],
+        "few_bits": plain.FEW_BITS[dtype],
+        "smallest_lifted": plain.SMALLEST[dtype] * plain.LIFT,
+    }
+
+
 _NAMES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
@@ -192,10 +357,34 @@ _NAMES = {
 }
 
 
-def _shape(width: int, elements_per_warp: int) -> dict[str, object]:
+def _shape(width: int, elements_per_warp: int) -> dict[str, Any]:
     """How a program of `width` elements is compiled."""
-    num_warps = min(8, max(1, width // elements_per_warp))
-    return {"width": width, "num_warps": num_warps, "enable_fp_fusion": False}
+    return {"width": width, **_warps(width, elements_per_warp)}
+
+
+def _pairs_shape(block: int, elements_per_warp: int) -> dict[str, Any]:
+    """How a program is compiled that takes whole blocks, in rows that have a power of two of places."""
+    width = max(2, triton.next_power_of_2(block))
+    height = max(1, PAIRS_TILE // width)
+    return {"height": height, "width": width, **_warps(height * width, elements_per_warp)}
+
+
+def _warps(elements: int, elements_per_warp: int) -> dict[str, Any]:
+    return {"num_warps": min(8, max(1, elements // elements_per_warp)), "enable_fp_fusion": False}
+
+
+def _headers_to_write(behind: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes that begin anywhere cannot be written as numbers: those are written elsewhere, and `_bring_home` copies."""
+    return (behind if _is_aligned(behind, dtype) else torch.empty_like(behind)).view(dtype)
+
+
+def _bring_home(headers: Tensor, behind: Tensor) -> None:
+    if headers.data_ptr() != behind.data_ptr():
+        behind.copy_(headers.view(torch.uint8))
+
+
+def _headers_to_read(behind: Tensor, dtype: torch.dtype) -> Tensor:
+    return (behind if _is_aligned(behind, dtype) else behind.clone()).view(dtype)
 
 
 def _is_aligned(payload: Tensor, dtype: torch.dtype) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from murmura.compressors.base import Compressor, check_call, check_encodable, working_dtype
+from murmura.compressors.minmax_plain import sections
 from murmura.compressors.names import register_compressor
 from murmura.errors import ConfigError
 
@@ -53,10 +54,7 @@ class Sign(Compressor):
     def _scales(self, values: Tensor) -> Tensor:
         """s of each block."""
         dtype = working_dtype(values.dtype)
-        blocks = [each.to(dtype).abs() for each in torch.split(values, self.block_size)] if values.numel() else []
-        whole = [each for each in blocks if each.numel() == self.block_size]
-        means = [torch.stack(whole).mean(1)] if whole else []
-        means += [each.mean().view(1) for each in blocks[len(whole) :]]
+        means = [rows.to(dtype).abs().mean(1) for rows in sections(values, self.block_size)]
         scales = torch.cat([torch.zeros(0, dtype=dtype, device=values.device), *means])
         return torch.where(scales.isfinite(), scales if self.scaled else 1.0, torch.nan).to(dtype)
 

@@ -132,24 +132,29 @@ class GradientReducer:
 
     def add(self, parameter: nn.Parameter, number: int, *, send: bool = True) -> None:
         """A gradient of round `number` is complete: copy it into its bucket, and `send` the buckets that are full."""
-        if id(parameter) not in self._where:  # thawed: it takes part when the round has begun
+        place = self._where.get(id(parameter))
+        if place is None:  # thawed: it takes part when the round has begun
             return
-        bucket, slot = self._where[id(parameter)]
-        if bucket.index < len(self._tickets):
+        bucket, slot = place
+        index, gpu = bucket.index, bucket.gpu
+        if index < len(self._tickets):
             raise UsageError(
                 f"parameter {bucket.names[slot]!r} got a second gradient in one backward, after the first had been "
                 "exchanged. Does a checkpointed block run twice? Use checkpoint(..., use_reentrant=False); or "
                 "accumulate inside ddp.no_sync() and call ddp.sync_gradients() after the last backward."
             )
-        if bucket.flat.is_cuda:
-            self._note_stream(bucket.flat.get_device())
-        else:
+        if gpu is None:
             self._take(bucket, slot)
-        if not self._ready[bucket.index][slot]:
-            self._ready[bucket.index][slot] = True
-            self._num_missing[bucket.index] -= 1
+        else:  # all of them are copied when the bucket is full, after the streams that they came on
+            raw: int = torch._C._cuda_getCurrentRawStream(gpu)  # a Stream object would cost as much as the rest
+            if raw not in self._streams:
+                self._streams[raw] = current_stream(gpu)
+        ready = self._ready[index]
+        if not ready[slot]:
+            ready[slot] = True
+            self._num_missing[index] -= 1
             self.observed.append(parameter)
-        if send and self._num_missing[bucket.index] == 0 and self._in_background:
+        if send and self._num_missing[index] == 0 and self._in_background:
             for full in self.buckets[len(self._tickets) :]:
                 if self._num_missing[full.index]:
                     break
@@ -167,7 +172,7 @@ class GradientReducer:
                     continue
                 # A gradient from before counts even if the last micro-batch did not use the parameter, or it is frozen.
                 if parameter.grad is not None:
-                    if not bucket.flat.is_cuda:
+                    if bucket.gpu is None:
                         self._take(bucket, slot)
                     self._ready[bucket.index][slot] = True
                 else:
@@ -185,15 +190,10 @@ class GradientReducer:
             self._copy_out()
         self.reset()
 
-    def _note_stream(self, device: int) -> None:
-        """A gradient has come on the current stream of `device`."""
-        raw: int = torch._C._cuda_getCurrentRawStream(device)  # a Stream object would cost as much as the rest
-        if raw not in self._streams:
-            self._streams[raw] = current_stream(device)
-
     def _gather(self, bucket: Bucket) -> None:
         """Copy all gradients of `bucket`, which are on a GPU, into it, after the streams that they came on."""
-        current = current_stream(bucket.flat.get_device())
+        assert bucket.gpu is not None
+        current = current_stream(bucket.gpu)
         ready = [slot for slot, is_ready in enumerate(self._ready[bucket.index]) if is_ready]
         outside = {slot: gradient for slot in ready if (gradient := bucket.gradient_outside(slot)) is not None}
         for stream in self._streams.values():
@@ -239,7 +239,7 @@ class GradientReducer:
                     parameter.grad = view.clone()
 
     def _send(self, bucket: Bucket, number: int) -> None:
-        if bucket.flat.is_cuda:
+        if bucket.gpu is not None:
             self._gather(bucket)
         outside = self._outside[bucket.index]
         what = f"bucket {bucket.index} (first parameter {bucket.names[0]!r}) of round {number}"
@@ -248,8 +248,9 @@ class GradientReducer:
         finish = self.hook.start(bucket, is_last=is_last) if self.hook is not None else None
 
         def exchange() -> None:
-            self._copy_in(bucket, outside)
-            outside.clear()  # their memory is free for the rest of backward
+            if outside:
+                self._copy_in(bucket, outside)
+                outside.clear()  # their memory is free for the rest of backward
             with exchanging(self.observer, "bucket", bucket.index):
                 if finish is None:
                     self.exchange(bucket)

@@ -132,10 +132,9 @@ def hook_parameter(owner: Hooked, parameter: nn.Parameter) -> Any:
     """A hook that runs when the gradient of `parameter` has been accumulated."""
     reference = weakref.ref(owner)
 
-    def came(parameter: Tensor) -> None:
+    def came(parameter: nn.Parameter) -> None:
         owner = reference()
         if owner is not None:
-            assert isinstance(parameter, nn.Parameter)
             owner.gradient_came(parameter)
 
     return with_gradient(parameter, lambda: parameter.register_post_accumulate_grad_hook(came))  # type: ignore[no-untyped-call]

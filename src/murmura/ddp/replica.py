@@ -27,7 +27,7 @@ class _Packed(NamedTuple):
 
     packing: FlatTensors
     flats: list[Tensor]
-    parts: list[Tensor]
+    pairs: list[tuple[list[Tensor], list[Tensor]]]  # of each flat: the tensors, and its parts
 
 
 class ModelReplica:
@@ -56,17 +56,20 @@ class ModelReplica:
         self.names = [name for name in parameters if name not in ignore]
         self.parameters = [parameters[name] for name in self.names]
         self.buffer_names = [name for name in buffers if name not in ignore]
+        self._buffers_of: dict[tuple[str, ...], list[str]] = {}  # by path of the module that has them
+        for name in self.buffer_names:
+            *path, own_name = name.split(".")
+            self._buffers_of.setdefault(tuple(path), []).append(own_name)
 
     @property
     def all_buffers(self) -> list[Tensor]:
         """Looked up each time: a module may put another tensor in the place of a buffer."""
-        owners: dict[str, nn.Module] = {}
-        found = []
-        for name in self.buffer_names:
-            owner, _, own_name = name.rpartition(".")
-            if owner not in owners:
-                owners[owner] = self._module.get_submodule(owner)
-            found.append(owners[owner].get_buffer(own_name))
+        found: list[Tensor] = []
+        for path, names in self._buffers_of.items():
+            owner = self._module
+            for part in path:  # not by getattr, which takes longer than all the rest for hundreds of buffers
+                owner = owner._modules[part]  # type: ignore[assignment]
+            found += [owner._buffers[name] for name in names]  # type: ignore[misc]
         return found
 
     @property
@@ -93,9 +96,8 @@ class ModelReplica:
         goes through a staging area that the transport keeps. `transport.allocate` gives memory that needs none and is
         freed afterwards: slower to get, but right for what is large and sent rarely.
         """
-        on_gpu = allocate is plain_memory and all(each.is_cuda for each in tensors)
-        if on_gpu and 0 < sum(each.nbytes for each in tensors) <= KEPT_BYTES:
-            self._broadcast_on_gpu(tensors, src)
+        if allocate is plain_memory and self._is_packed(tensors):
+            self._broadcast_on_gpu(src)
             return
         for part in _parts(tensors):
             packing = FlatTensors(part)
@@ -104,19 +106,33 @@ class ModelReplica:
                 self.transport.broadcast(flat, src)
             packing.write(flats)
 
+    def _is_packed(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether there are flats for `tensors`, which are kept for the next time if they are small and on a GPU."""
+        if self._packed is not None and self._packed.packing.is_of(tensors):
+            return True
+        on_gpu = all(each.is_cuda for each in tensors)
+        if not on_gpu or not 0 < sum(each.nbytes for each in tensors) <= KEPT_BYTES:
+            return False
+        packing = FlatTensors(tensors)
+        flats = packing.allocate(plain_memory)
+        parts = packing.parts(flats)
+        pairs = [
+            ([tensors[each] for each in group.members], [parts[each] for each in group.members])
+            for group in packing.groups
+        ]
+        self._packed = _Packed(packing, flats, pairs)
+        return True
+
     @torch.no_grad()
-    def _broadcast_on_gpu(self, tensors: Sequence[Tensor], src: int) -> None:
-        """The same where launches cost more than memory: flats are kept for the next time."""
-        packed = self._packed
-        if packed is None or not packed.packing.is_of(tensors):
-            packing = FlatTensors(tensors)
-            flats = packing.allocate(plain_memory)
-            packed = self._packed = _Packed(packing, flats, packing.parts(flats))
-        for flat, group in zip(packed.flats, packed.packing.groups, strict=True):  # one kernel copies all of a dtype
-            members, parts = [tensors[each] for each in group.members], [packed.parts[each] for each in group.members]
-            torch._foreach_copy_(parts, members)
+    def _broadcast_on_gpu(self, src: int) -> None:
+        """As `broadcast`, where launches cost more than memory: one kernel copies all of a dtype."""
+        assert self._packed is not None
+        for flat, (members, parts) in zip(self._packed.flats, self._packed.pairs, strict=True):
+            if self.transport.rank == src:
+                torch._foreach_copy_(parts, members)
             self.transport.broadcast(flat, src)
-            torch._foreach_copy_(members, parts)
+            if self.transport.rank != src:
+                torch._foreach_copy_(members, parts)
 
     def take_over(self, root: int, *, buffers: bool = True) -> None:
         """Overwrite the parameters, and `buffers` if so wished, with those of rank `root`, in place."""

@@ -1,8 +1,7 @@
 """Drives the rounds of one model: torch's hooks are events of its `Round`, and lead to the hooks of its algorithm.
 
 A round begins at its first training forward, or, without one (eval mode, parts, methods), when its backward has run.
-It ends when a synchronising backward ends, or when it is synchronised by hand. Everything here runs in the user's
-thread.
+It ends when a synchronising backward ends, or by hand. Everything here runs in the user's thread.
 """
 
 from __future__ import annotations
@@ -166,8 +165,7 @@ class RoundDriver:
 
     def _take_in_thawed(self, *, running: bool = True) -> None:
         """Let parameters that were frozen until now take part, on every rank; the `running` algorithm goes on."""
-        thawed = self._trained.thawed()
-        if not thawed:
+        if not (thawed := self._trained.thawed()):
             return
         if self._trained.take_in(thawed):
             self.reducer.replan(self.algorithm)
@@ -228,9 +226,8 @@ class RoundDriver:
         self.requires_buffers = True
 
     def _verify_if_due(self) -> None:
-        if self.joining.uneven.active:  # ranks out of data do no step
-            return
-        if self._verify_every and self.replica.round and self.replica.round % self._verify_every == 0:
+        is_due = self._verify_every and self.replica.round and self.replica.round % self._verify_every == 0
+        if is_due and not self.joining.uneven.active:  # ranks out of data do no step
             self.verify()
 
     # Backward
@@ -244,22 +241,27 @@ class RoundDriver:
         """The gradient of `parameter` has been accumulated."""
         if parameter.grad is None:  # an undefined gradient is none
             return
+        if (self.round.phase is not Phase.BACKWARD or not self.backward.is_running) and not self._first_gradient_came():
+            return
+        if self._collects:
+            self.reducer.add(parameter, self.replica.round, send=self._sends_early)
+
+    def _first_gradient_came(self) -> bool:
+        """A gradient has come, and no round is being exchanged yet; whether its backward synchronises."""
         if not self.backward.is_running:
             self._notice_exception()
             self.backward.follow(through_root=False)
         if self.round.is_idle:
             self.joining.forget_broken_loop()
         if not self.backward.syncs:
-            if self.round.phase is not Phase.LOCAL_BACKWARD:
-                self.round.apply(Event.LOCAL_GRADIENT)
-            return
-        if self.round.phase is not Phase.BACKWARD:
-            self.round.apply(Event.GRADIENT)
-            self.joining.uneven.announce(Stage.EXCHANGE)
-            self.reducer.plan(wanted=self._exchanges_gradients)
-            self._sends_early = self.round.begun or not self._trained.thawed()
-        if self._exchanges_gradients:
-            self.reducer.add(parameter, self.replica.round, send=self._sends_early)
+            self.round.apply(Event.LOCAL_GRADIENT)
+            return False
+        self.round.apply(Event.GRADIENT)
+        self.joining.uneven.announce(Stage.EXCHANGE)
+        self._collects = self._exchanges_gradients
+        self.reducer.plan(wanted=self._collects)
+        self._sends_early = self.round.begun or not self._trained.thawed()
+        return True
 
     def gradients_begin(self) -> None:
         """The first gradient of a backward inside a join is about to be accumulated."""

@@ -121,6 +121,26 @@ class DiLoCo(Rule):
         replicas.set([torch.cat([self.theta, buffers])] * replicas.size)
 
 
+class SparseLoCo(Rule):
+    """m <- decay m + theta - x; each sends q(m), which leaves m; theta <- theta - mean of what was sent; x <- theta."""
+
+    def __init__(self, interval: int, decay: float, q: Lossy) -> None:
+        self.interval, self.decay, self.q = interval, decay, q
+
+    def start(self, replicas: Replicas) -> None:
+        self.theta = replicas.flats()[0]
+        self.m = [torch.zeros_like(self.theta)] * replicas.size
+
+    def after_step(self, replicas: Replicas) -> None:
+        if (replicas.round + 1) % self.interval:
+            return
+        changed = [self.decay * m + (self.theta - flat) for m, flat in zip(self.m, replicas.flats(), strict=True)]
+        sent = [self.q(each) for each in changed]
+        self.m = [each - gone for each, gone in zip(changed, sent, strict=True)]
+        self.theta = self.theta - mean(sent)
+        replicas.set([self.theta] * replicas.size)
+
+
 class AsyncModelAverage(Rule):
     """Snapshots before round t when t % interval = 0; mean - snapshot is added before round t + 1."""
 
