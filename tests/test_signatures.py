@@ -152,6 +152,10 @@ ALGORITHMS = {
     "AsyncModelAverageAlgorithm": "sync_interval_ms=500, *, sync_interval_rounds=None, warmup_rounds=0",
     "LocalSGDAlgorithm": "interval, *, average_moments=False",
     "DiLoCoAlgorithm": "interval, outer_lr=0.7, outer_momentum=0.9, *, compressor=None, average_moments=False",
+    "StreamingDiLoCoAlgorithm": (
+        "interval, outer_lr=0.7, outer_momentum=0.9, *, compressor='uint4', average_moments=False, fragments=4, "
+        "overlap=None, alpha=0.5"
+    ),
 }
 SIGNATURES |= ALGORITHMS
 SIGNATURES |= {f"{name}Impl": "process_group, **choices" for name in ALGORITHMS}

@@ -38,6 +38,8 @@ from murmura.algorithms import (
     QAdamAlgorithmImpl,
     QAdamOptimizer,
     Replica,
+    StreamingDiLoCoAlgorithm,
+    StreamingDiLoCoAlgorithmImpl,
     register_algorithm,
     register_topology,
 )
@@ -149,6 +151,8 @@ __all__ = [
     "ReplicaDivergence",
     "SharedMemoryTransport",
     "Sign",
+    "StreamingDiLoCoAlgorithm",
+    "StreamingDiLoCoAlgorithmImpl",
     "ThrottledTransport",
     "Ticket",
     "TopK",

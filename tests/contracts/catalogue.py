@@ -25,11 +25,13 @@ from murmura import (
     PushSumAlgorithm,
     QAdamAlgorithm,
     QAdamOptimizer,
+    StreamingDiLoCoAlgorithm,
 )
 from oracles.algorithms.gradients import AllReduce, QAdam
 from oracles.algorithms.powersgd import PowerSGD
 from oracles.algorithms.push_sum import PushSum, one_peer_exponential
 from oracles.algorithms.simulation import Rule, there_and_back
+from oracles.algorithms.streaming_diloco import StreamingDiLoCo
 from oracles.algorithms.weights import AsyncModelAverage, Decentralized, DiLoCo, LocalSGD, LowPrecision
 
 QADAM = {"lr": 0.01, "warmup": 3, "weight_decay": 0.01}
@@ -105,6 +107,11 @@ CATALOGUE = (
     Entry("push_sum", PushSumAlgorithm, lambda runs: PushSum(one_peer_exponential)),
     Entry("local_sgd", lambda: LocalSGDAlgorithm(2), lambda runs: LocalSGD(2)),
     Entry("diloco", lambda: DiLoCoAlgorithm(2), lambda runs: DiLoCo(2)),
+    Entry(
+        "streaming_diloco",
+        lambda: StreamingDiLoCoAlgorithm(3, fragments=2, overlap=1, compressor=None),
+        lambda runs: StreamingDiLoCo(3, 2, 1, 0.5),
+    ),
 )
 
 

@@ -23,6 +23,7 @@ from murmura import (
     PushSumAlgorithm,
     QAdamAlgorithm,
     QAdamOptimizer,
+    StreamingDiLoCoAlgorithm,
 )
 from murmura.algorithms import Algorithm
 
@@ -69,6 +70,15 @@ REFUSED: dict[type, dict[str, tuple[Any, ...]]] = {
         "outer_momentum": (1, -1, NAN, INFINITY, True, None, "x"),
         "compressor": (1, NAN, "x"),
     },
+    StreamingDiLoCoAlgorithm: {
+        "interval": NO_COUNT,
+        "outer_lr": (0, NAN, "x"),
+        "fragments": (*NO_COUNT, 21),
+        "overlap": (-1, NAN, INFINITY, 1.0, True, "x", 6),
+        "alpha": (1, -0.5, NAN, INFINITY, True, None, "x"),
+        "compressor": (1, NAN, "x"),
+        "average_moments": NO_CHOICE,
+    },
     Phased: {"first": NO_CHOICE, "until_round": NO_COUNT, "then": NO_CHOICE},
     QAdamOptimizer: {
         "lr": (-1, NAN, INFINITY, True, None, "x"),
@@ -81,6 +91,7 @@ REFUSED: dict[type, dict[str, tuple[Any, ...]]] = {
 REQUIRED: dict[type, dict[str, Any]] = {
     LocalSGDAlgorithm: {"interval": 2},
     DiLoCoAlgorithm: {"interval": 2},
+    StreamingDiLoCoAlgorithm: {"interval": 20},
     Phased: {"first": ByteGradAlgorithm(), "until_round": 2, "then": ByteGradAlgorithm()},
     QAdamOptimizer: {"params": [torch.zeros(1)]},
 }

@@ -8,8 +8,9 @@ import torch
 from contracts.grids import SIZES, grid
 from contracts.test_algorithms_state import check_resumption
 from contracts.training import assert_close, by_step, regression, step, train_world
-from murmura import DDP, Algorithm, DiLoCoAlgorithm, LocalSGDAlgorithm, Transport, run_world
+from murmura import DDP, Algorithm, DiLoCoAlgorithm, LocalSGDAlgorithm, StreamingDiLoCoAlgorithm, Transport, run_world
 from oracles.algorithms.simulation import flat_of, simulate
+from oracles.algorithms.streaming_diloco import StreamingDiLoCo
 from oracles.algorithms.weights import DiLoCo, LocalSGD, WithMoments
 from worlds import SECONDS
 
@@ -17,6 +18,10 @@ STEPS = 5
 RULES = {
     "local_sgd": (lambda: LocalSGDAlgorithm(2, average_moments=True), lambda: LocalSGD(2)),
     "diloco": (lambda: DiLoCoAlgorithm(2, average_moments=True), lambda: DiLoCo(2)),
+    "streaming_diloco": (
+        lambda: StreamingDiLoCoAlgorithm(2, fragments=2, overlap=1, compressor=None, average_moments=True),
+        lambda: StreamingDiLoCo(2, 2, 1, 0.5),
+    ),
 }
 
 
@@ -31,7 +36,7 @@ def test_moments_are_averaged_as_simulated(name: str, size: int, optimizer: str)
         assert float((wanted[-1][0] - apart[-1][0]).abs().max()) > 1e-6
 
 
-@pytest.mark.parametrize("name", ["local_sgd"])
+@pytest.mark.parametrize("name", ["local_sgd", "streaming_diloco"])
 def test_a_resumed_run_continues_bit_for_bit(name: str) -> None:
     check_resumption(3, RULES[name][0](), regression("adam", torch.float32))
 
@@ -51,6 +56,7 @@ def skip_the_first(transport: Transport, algorithm: Algorithm) -> tuple[torch.Te
 
 
 def test_a_rank_that_has_not_stepped_yet_holds_nobody_up() -> None:
+    run_world(skip_the_first, 3, RULES["streaming_diloco"][0](), timeout=SECONDS)
     (weights, moments), *others = run_world(
         skip_the_first, 3, LocalSGDAlgorithm(2, average_moments=True), timeout=SECONDS
     )
@@ -63,3 +69,5 @@ def test_the_formula_counts_two_moments() -> None:
     whole = LocalSGDAlgorithm(10).bytes_per_round(1000, 4)
     assert LocalSGDAlgorithm(10, average_moments=True).bytes_per_round(1000, 4) == 3 * whole
     assert DiLoCoAlgorithm(10, average_moments=True).bytes_per_round(1000, 4) == 3 * whole
+    streaming = StreamingDiLoCoAlgorithm(10, compressor=None, average_moments=True)
+    assert streaming.bytes_per_round(1000, 4) == 3 * whole

@@ -16,7 +16,6 @@ from ddp.models import number, on_ranks, weight
 from murmura import (
     DDP,
     Algorithm,
-    AsyncModelAverageAlgorithm,
     DecentralizedAlgorithm,
     PowerSGDAlgorithm,
     TracedTransport,
@@ -89,18 +88,19 @@ def operations_by_round(transport: Transport, algorithm: Callable[[], Algorithm]
         return counts
 
 
-@every(lambda entry: entry.name != "async")
+@every(lambda entry: entry.name not in ("async", "streaming_diloco"))
 def test_evaluation_never_communicates(entry: Entry) -> None:
     for counts in on_ranks(operations_by_round, 2, entry.make, entry.fit(regression()), 5):
         assert sum(counts) > 0
 
 
-def test_evaluation_starts_no_average_in_the_background() -> None:
+@every(lambda entry: entry.name in ("async", "streaming_diloco"))
+def test_evaluation_starts_no_exchange_in_the_background(entry: Entry) -> None:
     """Its operations may last into an evaluation; their number is that of a run without any."""
 
     def operations(transport: Transport, evaluate: bool) -> int:
         with TracedTransport(transport) as traced:
-            ddp = DDP(regression().make_model(), traced, algorithm=AsyncModelAverageAlgorithm(sync_interval_rounds=2))
+            ddp = DDP(regression().make_model(), traced, algorithm=entry.make())
             optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
             for number_ in range(5):
                 step(ddp, optimizer, regression(), number_, transport.rank)
@@ -108,7 +108,7 @@ def test_evaluation_starts_no_average_in_the_background() -> None:
                 for _ in range(2 * evaluate):
                     ddp(regression().shard(number_, 0, 0)[0])
                 ddp.train()
-            ddp.algorithm.abort()  # which waits for what is under way
+            ddp.algorithm_state_dict()  # which waits for what is under way
             ddp.close()
             return len(traced.operations)
 

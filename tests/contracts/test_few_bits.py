@@ -55,6 +55,32 @@ def test_four_bits_are_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
                 assert not got[block == 0].any(), kind
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [1, 203])
+def test_four_bits_are_subtracted_to_the_bit(length: int, dtype: torch.dtype) -> None:
+    values, other = torch.randn(2, length, generator=torch.Generator().manual_seed(length)).to(dtype)
+    payload = MinMaxUInt4(16).encode(values)
+    left = other.clone()
+    MinMaxUInt4(16).decompress_subtract(payload, left)
+    assert torch.equal(left, other - round_trip(MinMaxUInt4(16), values))
+    assert not torch.equal(left, other)
+
+
+def test_a_residual_that_somebody_holds_stays_as_it_is() -> None:
+    """One that nobody holds makes room for the next: no memory is taken for each message."""
+    feedback, values = ErrorFeedback(MinMaxUInt4()), torch.arange(7.0) ** 2
+    feedback.encode(values)
+    held = feedback.residual
+    assert held is not None
+    before = held.clone()
+    feedback.encode(values)
+    assert torch.equal(held, before)
+    assert not torch.equal(feedback.state_dict()["residual"], before)
+    address = feedback._residual.data_ptr()  # type: ignore[union-attr]
+    feedback.encode(values)
+    assert feedback._residual.data_ptr() == address  # type: ignore[union-attr]
+
+
 def test_the_bytes_of_four_bits_are_these() -> None:
     payload = MinMaxUInt4(4).encode(torch.tensor([-1.0, 0.0, 0.25, 1.0, 7.0]))
     assert bytes(payload.tolist()).hex() == minmax.encode(torch.tensor([-1.0, 0.0, 0.25, 1.0, 7.0]), 4, 15).hex()

@@ -30,6 +30,7 @@ WEIGHT_ALGORITHMS: dict[str, Any] = {
     "async": AsyncModelAverageAlgorithm(sync_interval_rounds=1),
     "push_sum": "push_sum",
     "sparse_loco": "sparse_loco:interval=1",
+    "streaming_diloco": "streaming_diloco:interval=1:fragments=1:overlap=1",
 }
 """What averages weights in every round."""
 

@@ -25,6 +25,7 @@ from murmura import (
     LowPrecisionDecentralizedAlgorithm,
     MinMaxUInt8,
     Phased,
+    StreamingDiLoCoAlgorithm,
     Transport,
 )
 
@@ -49,7 +50,13 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("by", ["Checkpointer", "state dicts"])
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize(
-    "algorithm", [LocalSGDAlgorithm(4), DiLoCoAlgorithm(4), DecentralizedAlgorithm(peer_selection_mode="shift_one")]
+    "algorithm",
+    [
+        LocalSGDAlgorithm(4),
+        DiLoCoAlgorithm(4),
+        StreamingDiLoCoAlgorithm(4, fragments=2, overlap=2),
+        DecentralizedAlgorithm(peer_selection_mode="shift_one"),
+    ],
 )
 def test_another_algorithm_right_after_a_resume_starts_from_equal_moments(
     algorithm: Algorithm, optimizer_name: str, by: str, tmp_path: Path
@@ -166,6 +173,7 @@ class TwoHeads(nn.Module):
     [
         DiLoCoAlgorithm(2),
         DiLoCoAlgorithm(2, compressor=ErrorFeedback(MinMaxUInt8(block_size=1))),
+        StreamingDiLoCoAlgorithm(2, fragments=1, overlap=1, compressor=ErrorFeedback(Cast(torch.bfloat16))),
         LowPrecisionDecentralizedAlgorithm(compressor=MinMaxUInt8(block_size=1)),
         ByteGradAlgorithm(compressor=ErrorFeedback(MinMaxUInt8(block_size=1))),
         ByteGradAlgorithm(compressor=ErrorFeedback(Cast(torch.bfloat16))),  # which leaves something over

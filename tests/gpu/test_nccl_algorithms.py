@@ -29,6 +29,7 @@ from murmura import (
     PowerSGDAlgorithm,
     PushSumAlgorithm,
     QAdamAlgorithm,
+    StreamingDiLoCoAlgorithm,
     TopKTwoBit,
     Transport,
 )
@@ -55,6 +56,7 @@ FREE: dict[str, Callable[[], Algorithm]] = {
     "low_precision_decentralized": LowPrecisionDecentralizedAlgorithm,
     "local_sgd": lambda: LocalSGDAlgorithm(1),
     "diloco": lambda: DiLoCoAlgorithm(1),
+    "streaming_diloco": lambda: StreamingDiLoCoAlgorithm(1, fragments=1, overlap=1, compressor="uint8"),
     "async_by_rounds": lambda: AsyncModelAverageAlgorithm(sync_interval_rounds=1),
     "async_by_the_clock": lambda: AsyncModelAverageAlgorithm(sync_interval_ms=20),
     "powersgd": PowerSGDAlgorithm,

@@ -18,6 +18,7 @@ from murmura.algorithms.powersgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
 from murmura.algorithms.push_sum import PushSumAlgorithm, PushSumAlgorithmImpl
 from murmura.algorithms.qadam import QAdamAlgorithm, QAdamAlgorithmImpl
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer
+from murmura.algorithms.streaming_diloco import StreamingDiLoCoAlgorithm, StreamingDiLoCoAlgorithmImpl
 from murmura.algorithms.topology import Neighbours, register_topology, topology_named, topology_names
 
 __all__ = [
@@ -48,6 +49,8 @@ __all__ = [
     "QAdamAlgorithmImpl",
     "QAdamOptimizer",
     "Replica",
+    "StreamingDiLoCoAlgorithm",
+    "StreamingDiLoCoAlgorithmImpl",
     "algorithm_named",
     "algorithm_names",
     "register_algorithm",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 
 import torch
 from torch.optim import Optimizer
@@ -23,7 +24,9 @@ class AfterStepImpl(AlgorithmImpl, ABC):
     """
 
     exchanges = Exchanges.WEIGHTS
-    _num_pending = 0  # rounds that were due and whose exchange is still to come
+    due_round = -1
+    """The round that `communicate` is called for."""
+
     _is_last_due = False
     _is_restarted = False  # other weights were loaded, which may differ between the ranks
 
@@ -38,6 +41,14 @@ class AfterStepImpl(AlgorithmImpl, ABC):
     average_moments = False
     """Whether what optimizers remember is averaged with every exchange of weights."""
 
+    def averages_moments_after(self, number: int) -> bool:
+        """Whether what optimizers remember is averaged after round `number`, in which the ranks communicate."""
+        return self.average_moments
+
+    def waits_after(self, number: int) -> bool:
+        """Whether this rank waits for others when it communicates after round `number`: then they vote before."""
+        return True
+
     @abstractmethod
     def use(self, weights: FlatWeights) -> None:
         """Exchange `weights` from now on, which are equal on all ranks."""
@@ -47,12 +58,14 @@ class AfterStepImpl(AlgorithmImpl, ABC):
 
     def setup(self, replica: Replica) -> None:
         self._replica = replica
+        self._due: deque[int] = deque()  # rounds whose exchange is still to come
         self._weights = FlatWeights(replica)
         self.use(self._weights)
 
     def after_backward(self) -> None:
         self._is_last_due = self.is_due(self._replica.round)
-        self._num_pending += self._is_last_due
+        if self._is_last_due:
+            self._due.append(self._replica.round)
 
     def before_step(self, optimizer: Optimizer) -> None:
         self._settle_all_but(int(self._is_last_due))
@@ -64,26 +77,26 @@ class AfterStepImpl(AlgorithmImpl, ABC):
         self._settle_all_but(0)
 
     def before_collective(self) -> None:
-        while self._num_pending and self._has_any_stepped(False):
+        while self._due and self._has_any_stepped(False):
             self._communicate_once()
 
     def _settle_all_but(self, num_left: int) -> None:
-        while self._num_pending > num_left:
+        while len(self._due) > num_left:
             self._has_any_stepped(True)
             self._communicate_once()
 
     def _communicate_once(self) -> None:
-        self._num_pending -= 1
+        self.due_round = self._due.popleft()
         if self._is_restarted and self.process_group.world_size > 1:
             self.start_from_mean()
         self._is_restarted = False
         self.communicate()
-        if self.average_moments and self.process_group.world_size > 1:
+        if self.averages_moments_after(self.due_round) and self.process_group.world_size > 1:
             average_known_moments(self._replica)
 
     def _has_any_stepped(self, here: bool) -> bool:
         """Whether a rank has stepped, or will not: so that the exchange is due now."""
-        if self.process_group.world_size == 1:
+        if self.process_group.world_size == 1 or not (self._is_restarted or self.waits_after(self._due[0])):
             return here
         # Where the transport works: on a GPU the host then does not wait, for whoever votes yes knows the outcome.
         device = self.process_group.device

@@ -195,7 +195,7 @@ class Algorithm:
 
     @property
     def period(self) -> int:
-        """The rounds from one exchange to the next: 1 if the ranks communicate in every round."""
+        """The rounds after which the exchanges repeat: 1 if the ranks communicate in every round."""
         return 1
 
     @property

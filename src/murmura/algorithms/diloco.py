@@ -2,132 +2,282 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from murmura.algorithms.after_step import AfterStepImpl
+from murmura.algorithms.background_exchange import BackgroundExchanges, PendingExchange
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
 from murmura.algorithms.checks import at_least_one, is_real, take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
-from murmura.algorithms.compressed import CompressedMean, Residual
+from murmura.algorithms.compressed import CompressedMean, Residual, wide
 from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import LOCAL_STEPS, register_algorithm
 from murmura.algorithms.traffic import mean_bytes
-from murmura.algorithms.weights import FlatWeights, as_real
+from murmura.algorithms.weights import FlatWeights, Piece, as_real
+from murmura.buckets.flat import plain_memory
+from murmura.collectives.chunks import chunk_bounds
 from murmura.compressors import Compressor
-from murmura.errors import ConfigError
+from murmura.errors import ConfigError, MurmuraError
 from murmura.types import ReduceOp
 
 if TYPE_CHECKING:
     from murmura.transports.base import Transport
 
 
-class DiLoCoAlgorithmImpl(AfterStepImpl):
-    """The running state of `DiLoCoAlgorithm` for one model.
+class _Part(NamedTuple):
+    """What a fragment has of one flat; the last fragment has the buffers behind its parameters."""
 
-    θ are the common weights, the same bits on every rank, and x a rank's own: d = mean(θ - x), v ← μ v + d,
-    θ ← θ - lr (d + μ v), x ← θ. Buffers are averaged plainly: momentum would carry a variance below zero.
+    theta: Tensor
+    velocity: Tensor
+    pieces: list[Piece]
+    stage: Tensor  # of the pieces' length: x, then θ - x, its mean, and the new θ; shared by all fragments
+    mean: CompressedMean | None
+
+
+@dataclass
+class _Arrival:
+    """A fragment between its exchange and the moment at which weights take it over from the stages of its parts."""
+
+    fragment: int
+    round: int
+    parts: list[tuple[list[Piece], Tensor]]
+    pending: PendingExchange | None = None
+
+
+class DiLoCoAlgorithmImpl(AfterStepImpl):
+    """The running state of `DiLoCoAlgorithm`, and of `StreamingDiLoCoAlgorithm`, for one model.
+
+    θ are the common weights, the same bits on every rank, and x a rank's own. The parameters, end to end, are cut into
+    `fragments` of equal length, each of which takes its turn once in `interval` rounds: d = mean(θ - x), v ← μ v + d,
+    θ ← θ - lr (d + μ v), and `overlap` rounds later x ← α x + (1 - α) θ. Until then training goes on, and only one
+    fragment travels; the last arrives after every `interval`-th round. Buffers go with it and are averaged plainly:
+    momentum would carry a variance below zero.
     """
 
     interval: int
     outer_lr: float
     outer_momentum: float
     compressor: Compressor | None
+    fragments: int = 1
+    overlap: int = 0
+    alpha: float = 0.0
 
     def __init__(self, process_group: Transport, **choices: Any) -> None:
         super().__init__(process_group, **choices)
         self._codec = CodecThread()
+        self._channel = process_group.channel("fragments") if self.overlap else process_group
+        self._background = BackgroundExchanges(self._channel)
+        self._arrival: _Arrival | None = None
+        ends = [(index + 1) * self.interval // self.fragments for index in range(self.fragments)]
+        self._turns = {(end - self.overlap) % self.interval: index for index, end in enumerate(ends)}
 
     def use(self, weights: FlatWeights) -> None:
-        self._flats = weights.allocate(self.process_group.allocate)
-        counts = weights.num_parameter_elements
-        self._theta = [flat[:count].clone() for flat, count in zip(self._flats, counts, strict=True)]
+        self._await_exchange()
+        self._arrival = None
+        counts, flats = weights.num_parameter_elements, weights.allocate(plain_memory)
+        self._theta = [flat[:count].clone() for flat, count in zip(flats, counts, strict=True)]
         self._velocity = [torch.zeros_like(each) for each in self._theta]
-        self._means: list[CompressedMean] = []
-        if self.compressor is not None and self.process_group.world_size > 1:
-            self._means = [
-                compressed_mean(self.process_group, as_real(each), self.compressor, self._codec) for each in self._theta
-            ]
+        bounds = [[chunk_bounds(count, self.fragments, index) for index in range(self.fragments)] for count in counts]
+        # The first fragment is the longest, but for the last one where there are buffers behind it.
+        longest = [max(each[0][1], flat.numel() - each[-1][0]) for each, flat in zip(bounds, flats, strict=True)]
+        stages = [
+            self._channel.allocate(numel, flat.dtype, flat.device) for numel, flat in zip(longest, flats, strict=True)
+        ]
+        self._fragments = [
+            [self._part(weights, number, stages[number], *bounds[number][index], index) for number in range(len(flats))]
+            for index in range(self.fragments)
+        ]
+
+    def _part(self, weights: FlatWeights, number: int, stage: Tensor, start: int, stop: int, index: int) -> _Part:
+        end = weights.numels[number] if index == self.fragments - 1 else stop
+        theta, velocity = self._theta[number][start:stop], self._velocity[number][start:stop]
+        mean = None
+        if self.compressor is not None and self._channel.world_size > 1 and theta.numel():
+            mean = compressed_mean(self._channel, as_real(theta), self.compressor, self._codec)
+        return _Part(theta, velocity, weights.pieces(number, start, end), stage[: end - start], mean)
+
+    # When
+
+    def _fragment_after(self, number: int) -> int | None:
+        """The fragment whose exchange begins after round `number`."""
+        return self._turns.get((number + 1) % self.interval)
 
     def is_due(self, number: int) -> bool:
-        return (number + 1) % self.interval == 0
+        return self._fragment_after(number) is not None or self._fragment_after(number - self.overlap) is not None
+
+    def waits_after(self, number: int) -> bool:
+        return self.overlap == 0 or self.averages_moments_after(number)
+
+    def averages_moments_after(self, number: int) -> bool:
+        return self.average_moments and (number + 1) % self.interval == 0
+
+    # What
 
     @torch.no_grad()
     def start_from_mean(self) -> None:
-        shifts = [torch.zeros_like(flat) for flat in self._flats]
-        for shift, theta in zip(shifts, self._theta, strict=True):
+        shifts = []
+        for theta in self._theta:
             mean = theta.clone()
             self.process_group.all_reduce(mean, ReduceOp.MEAN)
-            shift[: theta.numel()] = mean - theta
+            shifts.append(mean - theta)
             theta.copy_(mean)
-        self._weights.add(shifts)  # what a rank has changed since it loaded is kept
+        self._weights.add(self._as_flats(shifts))  # what a rank has changed since it loaded is kept
 
     def communicate(self) -> None:
-        self._weights.read(self._flats)
-        changes = [flat[: theta.numel()] for flat, theta in zip(self._flats, self._theta, strict=True)]
-        for change, theta in zip(changes, self._theta, strict=True):
-            torch.sub(theta, change, out=change)
-        self._average(changes)
-        for change, theta, velocity in zip(changes, self._theta, self._velocity, strict=True):
+        if self._arrival is not None:  # whatever is due next after it was sent, its time is over
+            self._take_over()
+        index = self._fragment_after(self.due_round)
+        if index is None:
+            return
+        parts = [part for part in self._fragments[index] if part.pieces]
+        for part in parts:
+            self._weights.read_pieces(part.pieces, part.stage)
+        self._arrival = _Arrival(index, self.due_round, [(part.pieces, part.stage) for part in parts])
+        if self.overlap:
+            tensors = [each for part in parts for each in (part.stage, part.theta, part.velocity)]
+            what = f"the exchange of fragment {index} after round {self.due_round}"
+            self._arrival.pending = self._background.start(what, tensors, lambda: self._outer_step(parts))
+        else:
+            self._outer_step(parts)
+            self._take_over()
+
+    @torch.no_grad()
+    def _outer_step(self, parts: Sequence[_Part]) -> None:
+        """Overwrite the stages, which hold this rank's x, with the new θ."""
+        changes = [part.stage[: part.theta.numel()] for part in parts]
+        for part, change in zip(parts, changes, strict=True):
+            torch.sub(part.theta, change, out=change)
+        for part, change in zip(parts, changes, strict=True):
+            whole = part.stage
+            if part.mean is not None:
+                part.mean(as_real(change))
+                whole = part.stage[change.numel() :]  # buffers, whole values beside small changes, would cost them bits
+            if whole.numel():
+                self._channel.all_reduce(whole, ReduceOp.MEAN)
+        for (theta, velocity, *_), change in zip(parts, changes, strict=True):
             velocity.mul_(self.outer_momentum).add_(change)
             theta.sub_(change.add_(velocity, alpha=self.outer_momentum), alpha=self.outer_lr)
             change.copy_(theta)
-        self._weights.write(self._flats)
 
-    def _average(self, changes: Sequence[Tensor]) -> None:
-        if not self._means:
-            for flat in self._flats:
-                self.process_group.all_reduce(flat, ReduceOp.MEAN)
+    def _take_over(self) -> None:
+        """Let the weights take over the fragment that has arrived, or is about to."""
+        self._await_exchange()
+        assert self._arrival is not None
+        for pieces, stage in self._arrival.parts:
+            self._weights.mix_pieces(pieces, stage, self.alpha)
+        self._arrival = None
+
+    def _await_exchange(self) -> None:
+        """Wait until no fragment travels: θ, v and the stages may be used."""
+        arrival = self._arrival
+        if arrival is None or arrival.pending is None:
             return
-        for mean, change, flat in zip(self._means, changes, self._flats, strict=True):
-            mean(as_real(change))
-            buffers = flat[change.numel() :]  # whole values beside small changes: they would cost them their bits
-            if buffers.numel():
-                self.process_group.all_reduce(buffers, ReduceOp.MEAN)
-
-    def parameters_added(self) -> None:
-        residuals = self._residuals()
-        super().parameters_added()
-        for mean, layout in zip(self._means, self._layouts(), strict=True):
-            mean.set_residuals(*layout, residuals)
-
-    def _residuals(self) -> dict[str, Residual]:
-        return {
-            name: residual
-            for mean, layout in zip(self._means, self._layouts(), strict=True)
-            for name, residual in mean.residuals(*layout).items()
-        }
-
-    def _layouts(self) -> list[tuple[list[str], list[int]]]:
-        """The parameters that each compressed mean is of, and how many real numbers each has."""
-        parts = self._weights.by_name(self._flats)
-        names_of = self._weights.parameters_of if self._means else []
-        return [(names, [as_real(parts[name]).numel() for name in names]) for names in names_of]
+        try:
+            arrival.pending.wait()
+        except MurmuraError as error:
+            error.add_note(
+                f"This ended the exchange of fragment {arrival.fragment} of {self.fragments} (from 0), which began on "
+                f"rank {self.process_group.reporter.own} after round {arrival.round}."
+            )
+            raise
+        arrival.pending = None
 
     def close(self) -> None:
+        if self._arrival is not None and sys.exc_info()[0] is None:  # otherwise the others may never come
+            with contextlib.suppress(MurmuraError):  # nobody needs its outcome: they may have left
+                self._await_exchange()
+        self._arrival = None
+        if self._channel is not self.process_group:
+            self._channel.close()
         self._codec.close()
 
+    # Parameters that are added
+
+    def parameters_added(self) -> None:
+        self._await_exchange()
+        residuals = self._residuals()
+        super().parameters_added()
+        self._set_residuals(*residuals)
+
+    def _residuals(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What compression left over of each parameter, on this rank and in the means."""
+        if not self._is_compressed:
+            return {}, {}
+        own, mean = [], []
+        for parts, theta in zip(zip(*self._fragments, strict=True), self._theta, strict=True):
+            found = [
+                part.mean.residuals([""], [as_real(part.theta).numel()])[""] for part in parts if part.mean is not None
+            ]
+            own.append(_like(theta, [each.own for each in found]))
+            mean.append(_like(theta, [each.mean for each in found]))
+        return self._by_name(own), self._by_name(mean)
+
+    def _set_residuals(self, own: Mapping[str, Tensor], mean: Mapping[str, Tensor]) -> None:
+        if not self._is_compressed:
+            return
+        own_flats = self._as_flats([torch.zeros_like(theta) for theta in self._theta])
+        mean_flats = self._as_flats([torch.zeros_like(theta, dtype=wide(theta.dtype)) for theta in self._theta])
+        self._weights.load_by_name(own_flats, own)
+        self._weights.load_by_name(mean_flats, mean)
+        for parts, own_flat, mean_flat in zip(zip(*self._fragments, strict=True), own_flats, mean_flats, strict=True):
+            start = 0
+            for part in parts:
+                stop = start + part.theta.numel()
+                if part.mean is not None:
+                    residual = Residual(as_real(own_flat[start:stop]), as_real(mean_flat[start:stop]))
+                    part.mean.set_residuals([""], [residual.own.numel()], {"": residual})
+                start = stop
+
+    @property
+    def _is_compressed(self) -> bool:
+        return bool(self._means())
+
+    def _means(self) -> list[CompressedMean]:
+        return [part.mean for fragment in self._fragments for part in fragment if part.mean is not None]
+
+    # Checkpoints
+
     def state_dict(self) -> dict[str, Any]:
+        """Waits for the fragment that travels; its outcome is part of the state, and weights take it over in time."""
+        self._await_exchange()
+        arrival = self._arrival
         return {
             "theta": self._by_name(self._theta),
             "velocity": self._by_name(self._velocity),
-            "compressed": [mean.state_dict() for mean in self._means],
+            "compressed": [mean.state_dict() for mean in self._means()],
+            "arrival": None
+            if arrival is None
+            else {
+                "fragment": arrival.fragment,
+                "round": arrival.round,
+                "parts": [([tuple(each) for each in pieces], stage.clone()) for pieces, stage in arrival.parts],
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._await_exchange()
         self._is_restarted = False
         for own, saved in ((self._theta, state["theta"]), (self._velocity, state["velocity"])):
             flats = self._as_flats(own)
             self._weights.load_by_name(flats, saved)
             for each, flat in zip(own, flats, strict=True):
                 each.copy_(flat[: each.numel()])
-        if len(state["compressed"]) == len(self._means):
-            for mean, saved in zip(self._means, state["compressed"], strict=True):
+        means = self._means()
+        if len(state["compressed"]) == len(means):
+            for mean, saved in zip(means, state["compressed"], strict=True):
                 mean.load_state_dict(saved)
+        arrival = state.get("arrival")
+        if arrival is not None:
+            parts = [([Piece(*each) for each in pieces], stage.clone()) for pieces, stage in arrival["parts"]]
+            arrival = _Arrival(arrival["fragment"], arrival["round"], parts)
+        self._arrival = arrival
 
     def _by_name(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
         named = self._weights.by_name(self._as_flats(values))
@@ -135,10 +285,19 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
 
     def _as_flats(self, values: Sequence[Tensor]) -> list[Tensor]:
         """`values`, which are of the parameters, at their place in flats that end with the buffers."""
-        flats = [torch.zeros_like(flat) for flat in self._flats]
-        for flat, each in zip(flats, values, strict=True):
+        flats = []
+        for group, each in zip(self._weights.groups, values, strict=True):
+            flat = torch.zeros(group.numel, dtype=each.dtype, device=group.device)
             flat[: each.numel()] = each
+            flats.append(flat)
         return flats
+
+
+def _like(theta: Tensor, reals: list[Tensor]) -> Tensor:
+    """`reals` end to end, as complex numbers if `theta` is complex."""
+    if not reals:
+        return theta
+    return torch.view_as_complex(torch.cat(reals).view(-1, 2)) if theta.is_complex() else torch.cat(reals)
 
 
 @register_algorithm("diloco", interval=LOCAL_STEPS)

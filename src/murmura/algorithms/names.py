@@ -6,7 +6,7 @@ from murmura.algorithms.base import Algorithm
 from murmura.registry import Registry
 
 LOCAL_STEPS = 20
-"""The interval of `local_sgd`, `diloco` and `async` when they are asked for by name."""
+"""The interval of `local_sgd`, `async` and all that derive from `diloco` when they are asked for by name."""
 
 PLAIN = "gradient_allreduce"
 

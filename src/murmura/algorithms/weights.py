@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,14 @@ from torch import Tensor
 from murmura.algorithms.base import Replica
 from murmura.buckets.flat import FlatTensors
 from murmura.errors import ConfigError
+
+
+class Piece(NamedTuple):
+    """The elements from `start` to before `stop` of the parameter or buffer `name`."""
+
+    name: str
+    start: int
+    stop: int
 
 
 class FlatWeights(FlatTensors):
@@ -46,6 +55,41 @@ class FlatWeights(FlatTensors):
         count = len(self._parameters)
         return [[self._names[each] for each in group.members if each < count] for group in self.groups]
 
+    def pieces(self, number: int, start: int, stop: int) -> list[Piece]:
+        """What lies between `start` and `stop` in flat `number`."""
+        names, tensors = self._all_names(), self._tensors()
+        pieces, offset = [], 0
+        for each in self.groups[number].members:
+            numel = tensors[each].numel()
+            first, last = max(start - offset, 0), min(stop - offset, numel)
+            if first < last:
+                pieces.append(Piece(names[each], first, last))
+            offset += numel
+        return pieces
+
+    @torch.no_grad()
+    def read_pieces(self, pieces: Sequence[Piece], out: Tensor) -> None:
+        """Overwrite `out` with `pieces`, end to end."""
+        tensors = self._by_name()
+        torch.cat([tensors[name].reshape(-1)[start:stop] for name, start, stop in pieces], out=out)
+
+    @torch.no_grad()
+    def mix_pieces(self, pieces: Sequence[Piece], values: Tensor, alpha: float) -> None:
+        """Let `pieces` become alpha x + (1 - alpha) `values`, which lie end to end and are overwritten."""
+        tensors = self._by_name()
+        kept = [tensors[name].reshape(-1) for name, _, _ in pieces]  # of a tensor that is not contiguous, a copy
+        parts = [each[start:stop] for each, (_, start, stop) in zip(kept, pieces, strict=True)]
+        news = list(torch.split(values.to(parts[0].device), [part.numel() for part in parts]))
+        if alpha:
+            torch._foreach_mul_(news, 1 - alpha)
+            torch._foreach_mul_(parts, alpha)
+            torch._foreach_add_(parts, news)
+        else:
+            torch._foreach_copy_(parts, news)
+        for (name, _, _), each in zip(pieces, kept, strict=True):
+            if not tensors[name].is_contiguous():
+                tensors[name].copy_(each.view(tensors[name].shape))
+
     def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """A copy of each parameter's and buffer's part of `flats`."""
         return {name: part.clone() for name, part in self._parts(flats).items()}
@@ -64,13 +108,15 @@ class FlatWeights(FlatTensors):
                 parts[name].copy_(value)
 
     def _parts(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        buffers = [
-            name
-            for name, each in zip(self._replica.buffer_names, self._replica.buffers, strict=False)
-            if _has_mean(each)
-        ]
-        names = [*self._names, *buffers]
-        return {name: part.view(-1) for name, part in zip(names, self.parts(flats), strict=True)}
+        return {name: part.view(-1) for name, part in zip(self._all_names(), self.parts(flats), strict=True)}
+
+    def _by_name(self) -> dict[str, Tensor]:
+        return dict(zip(self._all_names(), self._tensors(), strict=True))
+
+    def _all_names(self) -> list[str]:
+        """The names of `_tensors`."""
+        buffers = zip(self._replica.buffer_names, self._replica.buffers, strict=False)
+        return [*self._names, *(name for name, each in buffers if _has_mean(each))]
 
     def _tensors(self) -> list[Tensor]:
         # A module may put another tensor in the place of a buffer, so these are looked up each time.

@@ -25,6 +25,7 @@ class ErrorFeedback(Compressor):
     inner: Compressor
     decay: float = field(default=1.0, kw_only=True)
     _residual: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    _is_lent: bool = field(default=False, init=False, repr=False, compare=False)  # somebody may hold the residual
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Compressor):
@@ -58,10 +59,13 @@ class ErrorFeedback(Compressor):
         return payload
 
     def _corrected(self, tensor: Tensor) -> Tensor:
-        """A new tensor: the former residual may still be needed, if what follows is thrown away."""
+        """A new tensor if somebody holds the former residual, who may need it if what follows is thrown away."""
         if self._residual is None:
             return tensor.clone()
-        return torch.add(tensor, self._residual_for(tensor), alpha=self.decay)
+        residual = self._residual_for(tensor)
+        out = torch.empty_like(residual) if self._is_lent else residual
+        self._is_lent = False
+        return torch.add(tensor, residual, alpha=self.decay, out=out)
 
     def _keep_loss(self, corrected: Tensor, payload: Tensor) -> None:
         self.inner.decompress_subtract(payload, corrected)
@@ -81,6 +85,7 @@ class ErrorFeedback(Compressor):
 
     @property
     def residual(self) -> Tensor | None:
+        self._is_lent = True
         return self._residual
 
     def set_residual(self, residual: Tensor | None) -> None:

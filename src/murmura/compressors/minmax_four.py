@@ -52,3 +52,10 @@ class MinMaxUInt4(Compressor):
         check_call(self, out, payload)
         if out.numel():
             kernels_for(out).decode_pairs(payload, out.detach(), min(out.numel(), self.block_size), add=True)
+
+    def decompress_subtract(self, payload: Tensor, out: Tensor) -> None:
+        check_call(self, out, payload)
+        if not out.is_cpu:
+            super().decompress_subtract(payload, out)
+        elif out.numel():
+            minmax_plain.decode_pairs(payload, out.detach(), min(out.numel(), self.block_size), add=-1)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from oracles.algorithms.peers import shift_one
 from oracles.algorithms.simulation import Feedback, Lossy, Replicas, Rule, lossy_mean, mean
+from oracles.algorithms.streaming_diloco import StreamingDiLoCo
 
 
 def gossip(replicas: Replicas, flats: Sequence[Tensor], mode: str, number: int, hierarchical: bool) -> list[Tensor]:
@@ -75,7 +76,7 @@ class LocalSGD(Rule):
 class WithMoments(Rule):
     """After every `interval`-th exchange of `inner`, also the mean of what optimizers remember of each parameter."""
 
-    def __init__(self, inner: LocalSGD | DiLoCo) -> None:
+    def __init__(self, inner: LocalSGD | DiLoCo | StreamingDiLoCo) -> None:
         self.inner, self.interval = inner, inner.interval
 
     def start(self, replicas: Replicas) -> None:
