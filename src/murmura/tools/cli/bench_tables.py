@@ -192,7 +192,7 @@ def network_table(report: NetworkReport, rate: str) -> Table:
         f"{report.spec.hosts} hosts, links of {rate}: {report.spec.model.about}",
         f"{slower_than_all_reduce(rows)}\nmedians of the slowest rank, in brackets the quartiles; MB sent by a host in "
         f"a step, after headers; load before the start: {digits(report.load_before)}",
-        ["algorithm", "step, ms", "x torch DDP", "CPU, ms", "MB sent", "by formula", "off by", "MB in flight"],
+        ["algorithm", "step, ms", "x torch\nDDP", "CPU,\nms", "MB\nsent", "by\nformula", "off by", "MB in\nflight"],
     )
     for row in rows:
         table.add_row(
