@@ -261,5 +261,6 @@ def test_interfaces_count_what_the_formulas_say() -> None:
     for row in found["rows"]:
         assert row["ratio"] > 0
         if row["algorithm"] not in (BARE, POWER_SGD):  # these send less than it takes to meet
-            assert row["payload_bytes"] == pytest.approx(row["formula_bytes"], rel=0.03)
-            assert row["bytes"] == pytest.approx(row["formula_bytes"], rel=0.06)
+            # Gloo puts 144 bytes before each message: much for PowerSGD, which sends 33 kB here.
+            assert row["payload_bytes"] == pytest.approx(row["formula_bytes"], rel=0.01, abs=4000)
+            assert row["bytes"] == pytest.approx(row["formula_bytes"], rel=0.04, abs=10_000)
