@@ -14,6 +14,7 @@ from murmura import DDP, Cast, ConfigError, DiLoCoAlgorithm, ErrorFeedback, InPr
 from murmura.algorithms import algorithm_named, algorithm_names
 from murmura.algorithms.names import _REGISTRY
 from murmura.compressors import compressor_named, compressor_names
+from murmura.compressors import names as compressors
 from murmura.registry import Registry, parse
 from murmura.tools.cli.main import app
 from murmura.tools.experiments import parse_algorithms
@@ -55,7 +56,11 @@ def test_a_name_stands_for_choices_that_options_change() -> None:
     assert shapes.names() == ["square"]
     with pytest.raises(ConfigError, match=r"no option 'size'\. It has: colour, sides"):
         shapes.make("square:size=3")
-    with pytest.raises(ConfigError, match=r"shape='cube' is unknown\. Known: 'square'"):
+    shapes.register("polygon")(Shape)
+    assert shapes.make("polygon:sides=5") == Shape(5)
+    with pytest.raises(ConfigError, match=r"'polygon' needs the option 'sides': write 'polygon:sides=\.\.\.'"):
+        shapes.make("polygon:colour=blue")
+    with pytest.raises(ConfigError, match=r"shape='cube' is unknown\. Known: 'polygon', 'square'"):
         shapes.make("cube")
 
 
@@ -82,6 +87,8 @@ def test_algorithms_take_options_and_compressors_by_name() -> None:
         assert compressor_named(name).payload_bytes(1000, torch.float32) < 4000
     with pytest.raises(ConfigError, match="compressor='uint9' is unknown"):
         algorithm_named("bytegrad:compressor=uint9")
+    with pytest.raises(ConfigError, match=r"give an object, such as MinMaxUInt8\(\.\.\.\)"):
+        DiLoCoAlgorithm(50, compressor=MinMaxUInt8)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="interval=0 must be"):
         algorithm_named("local_sgd:interval=0")
     with pytest.raises(ConfigError, match="feedback=1 must be"):
@@ -112,6 +119,10 @@ class NothingImpl(murmura.AlgorithmImpl):
 class Nothing(murmura.Algorithm):
     impl: ClassVar = NothingImpl
     patience: int = 3
+
+@dataclass(frozen=True)
+class Short(murmura.MinMaxUInt8):
+    pass
 """
 
 
@@ -123,9 +134,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-murmura\nVersion: 1.0\n")
     lines = ["[murmura.algorithms]", "nothing = outside_murmura:Nothing", "broken = outside_murmura:Missing"]
+    lines += ["[murmura.compressors]", "short = outside_murmura:Short"]
     (info / "entry_points.txt").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(_REGISTRY, "_entries", dict(_REGISTRY._entries))
+    for registry in (_REGISTRY, compressors._REGISTRY):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 
 @pytest.mark.usefixtures("package")
@@ -138,3 +151,22 @@ def test_an_installed_package_announces_algorithms() -> None:
     assert parse_algorithms("nothing") == ("nothing",)
     refused = CliRunner().invoke(app, ["compare", "--algorithms", "nothing"])
     assert "Its class needs a `bytes_per_round`" in refused.stderr
+
+
+@pytest.mark.usefixtures("package")
+def test_a_package_that_cannot_be_loaded_does_not_hide_the_others() -> None:
+    listed = CliRunner().invoke(app, ["algorithms"])
+    assert listed.exit_code == 0
+    lines = dict(line.split(maxsplit=1) for line in listed.stdout.splitlines())
+    assert list(lines) == algorithm_names()
+    assert lines["nothing"] == "Nothing(patience=3)"
+    assert lines["broken"].startswith("cannot be used: algorithm='broken' is announced as 'outside_murmura:Missing'")
+    assert "Repair or remove the package outside-murmura" in lines["broken"]
+
+
+@pytest.mark.usefixtures("package")
+def test_an_announced_compressor_takes_the_options_of_error_feedback() -> None:
+    made = compressor_named("short:feedback=true:decay=0.5")
+    assert isinstance(made, ErrorFeedback)
+    assert (type(made.inner).__name__, made.decay) == ("Short", 0.5)
+    assert type(compressor_named("short")).__name__ == "Short"

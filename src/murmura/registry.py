@@ -28,10 +28,18 @@ class _Entry(NamedTuple):
 class Registry(Generic[T]):
     """Makes objects of `kind` by name. Packages announce theirs as entry points of `group`."""
 
-    def __init__(self, kind: type[T], word: str, group: str) -> None:
+    def __init__(
+        self,
+        kind: type[T],
+        word: str,
+        group: str,
+        adapt: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> None:
+        """`adapt` turns what a package announces into what a name stands for; by default it stays as it is."""
         self._kind = kind
         self._word = word
         self._group = group
+        self._adapt = adapt
         self._entries: dict[str, _Entry] = {}
 
     def register(self, name: str, **defaults: Any) -> Callable[[Maker], Maker]:
@@ -65,7 +73,14 @@ class Registry(Generic[T]):
         if unknown:
             listed = ", ".join(sorted(known)) or "none"
             raise ConfigError(f"{self._word}={text!r}: {name!r} has no option {unknown[0]!r}. It has: {listed}.")
-        made = entry.make(**{**entry.defaults, **options})
+        chosen = {**entry.defaults, **options}
+        needed = [each.name for each in accepted if each.name in known and each.default is each.empty]
+        missing = [each for each in needed if each not in chosen]
+        if missing:
+            raise ConfigError(
+                f"{self._word}={text!r}: {name!r} needs the option {missing[0]!r}: write '{name}:{missing[0]}=...'."
+            )
+        made = entry.make(**chosen)
         if not isinstance(made, self._kind):
             raise ConfigError(f"{self._word}={text!r}: {_place(entry.make)} made {made!r}, which is none.")
         return made
@@ -76,13 +91,17 @@ class Registry(Generic[T]):
             if name not in announced:
                 known = ", ".join(map(repr, self.names()))
                 raise ConfigError(f"{self._word}={name!r} is unknown. Known: {known}.")
+            point = announced[name]
             try:
-                make = announced[name].load()
+                make = point.load()
             except (ImportError, AttributeError) as error:
+                package = f" {point.dist.name}" if point.dist else ""
                 raise ConfigError(
-                    f"{self._word}={name!r} is announced as {announced[name].value!r}, which cannot be loaded: {error}."
+                    f"{self._word}={name!r} is announced as {point.value!r}, which cannot be loaded: {error}. "
+                    f"Repair or remove the package{package}, or name what you want instead."
                 ) from error
-            self._entries.setdefault(name, _Entry(make, {}))  # its module may have registered it by the decorator
+            if name not in self._entries:  # its module may have registered it by the decorator
+                self._entries[name] = _Entry(self._adapt(make) if self._adapt else make, {})
         return self._entries[name]
 
     def _announced(self) -> dict[str, EntryPoint]:

@@ -151,6 +151,19 @@ def test_a_run_that_goes_on_can_be_drawn(tmp_path: Path) -> None:
     assert run(path, "--out", tmp_path / "page.html")[0] == 0
 
 
+def test_the_folder_of_a_comparison_stands_for_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "alone")
+    for algorithm in ("diloco", "shift_one"):
+        (tmp_path / "compare/100mbit").mkdir(parents=True, exist_ok=True)
+        make_run(tmp_path / "compare/100mbit" / algorithm, algorithm)
+    status, told, _ = run("alone", "compare")
+    assert (status, told) == (0, "report.html\n")
+    page = (tmp_path / "report.html").read_text()
+    assert "3 runs" in page
+    assert all(algorithm in page for algorithm in ("bytegrad", "diloco", "shift_one"))
+
+
 def test_who_computes_longest_is_the_straggler() -> None:
     means = {rank: Breakdown.of([record(rank, 0)], 2) for rank in range(3)}
     assert straggler(means) == 1

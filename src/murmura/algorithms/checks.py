@@ -13,7 +13,10 @@ def instances_of(kind: type, **choices: object) -> None:
     """Raise `ConfigError` unless each of `choices` is an object of `kind`, rather than its class or its name."""
     for name, value in choices.items():
         if not isinstance(value, kind):
-            raise ConfigError(f"{name}={value!r} is no {kind.__name__}: give an object, such as {kind.__name__}(...).")
+            made_by = value if isinstance(value, type) and issubclass(value, kind) else kind
+            raise ConfigError(
+                f"{name}={value!r} is no {kind.__name__}: give an object, such as {made_by.__name__}(...)."
+            )
 
 
 def yes_or_no(**choices: object) -> None:

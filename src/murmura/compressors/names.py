@@ -13,7 +13,25 @@ from murmura.registry import Registry
 
 Maker = TypeVar("Maker", bound=Callable[..., Compressor])
 
-_REGISTRY: Registry[Compressor] = Registry(Compressor, "compressor", "murmura.compressors")  # type: ignore[type-abstract]
+
+def _with_feedback(make: Callable[..., Compressor], feedback: bool = False) -> Callable[..., Compressor]:
+    """What `make` does, with the options `feedback` and `decay` besides its own."""
+    own = {"feedback": feedback, "decay": 1.0}
+    choices = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=value) for each, value in own.items()]
+
+    def made(*, feedback: bool = feedback, decay: float = 1.0, **options: Any) -> Compressor:
+        if not isinstance(feedback, bool):
+            raise ConfigError(f"feedback={feedback!r} must be true or false.")
+        compressor = make(**options)
+        return ErrorFeedback(compressor, decay=decay) if feedback else compressor
+
+    made.__module__, made.__qualname__ = make.__module__, make.__qualname__
+    parameters = inspect.signature(make).parameters.values()
+    made.__signature__ = inspect.Signature([*parameters, *choices])  # type: ignore[attr-defined]
+    return made
+
+
+_REGISTRY: Registry[Compressor] = Registry(Compressor, "compressor", "murmura.compressors", _with_feedback)  # type: ignore[type-abstract]
 
 
 def register_compressor(name: str, *, feedback: bool = False, **defaults: Any) -> Callable[[Maker], Maker]:
@@ -24,20 +42,9 @@ def register_compressor(name: str, *, feedback: bool = False, **defaults: Any) -
     of the feedback. `defaults` are the choices that the name stands for. A package announces its compressors as entry
     points of the group `murmura.compressors`.
     """
-    own = {"feedback": feedback, "decay": 1.0}
-    choices = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=value) for each, value in own.items()]
 
     def add(make: Maker) -> Maker:
-        def made(*, feedback: bool = feedback, decay: float = 1.0, **options: Any) -> Compressor:
-            if not isinstance(feedback, bool):
-                raise ConfigError(f"feedback={feedback!r} must be true or false.")
-            compressor = make(**options)
-            return ErrorFeedback(compressor, decay=decay) if feedback else compressor
-
-        made.__module__, made.__qualname__ = make.__module__, make.__qualname__
-        parameters = inspect.signature(make).parameters.values()
-        made.__signature__ = inspect.Signature([*parameters, *choices])  # type: ignore[attr-defined]
-        _REGISTRY.register(name, **defaults)(made)
+        _REGISTRY.register(name, **defaults)(_with_feedback(make, feedback))
         return make
 
     return add

@@ -316,7 +316,8 @@ def converge(
         Path | None, typer.Option(help="A folder for a chart of each task and number of ranks.", metavar="FOLDER")
     ] = None,
     page: Annotated[
-        Path | None, typer.Option(help=f"Put the table into this page, between two {convergence.MARK}.", metavar="FILE")
+        Path | None,
+        typer.Option(help=f"Put the table into this page, between two lines `{convergence.MARK}`.", metavar="FILE"),
     ] = None,
 ) -> None:
     """Compare the loss of every algorithm with that of plain all-reduce after the same number of steps.

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from murmura import __version__
+from murmura import ConfigError, __version__
 from murmura.algorithms import algorithm_named, algorithm_names
 from murmura.tools.cli import bench, compare, doctor, lab, migrate, report, run, train
 from murmura.tools.experiments.recipes import described
@@ -36,7 +36,11 @@ def algorithms() -> None:
     """
     width = max(map(len, algorithm_names()))
     for name in algorithm_names():
-        typer.echo(f"{name:{width}}  {described(algorithm_named(name))}")
+        try:
+            meaning = described(algorithm_named(name))
+        except ConfigError as error:  # of one package; the others are listed all the same
+            meaning = f"cannot be used: {error}"
+        typer.echo(f"{name:{width}}  {meaning}")
 
 
 def _show_version(asked: bool) -> None:

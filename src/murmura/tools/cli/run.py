@@ -54,9 +54,9 @@ def run(
 ) -> None:
     """Run a script on every rank: processes of this host, or of several.
 
-    The script calls `murmura.connect()`; alone, or under torchrun, srun or mpirun, it runs unchanged. Output carries
-    its rank in front. If a rank fails, the others are stopped, the root cause is shown last, and its exit
-    status is the command's. On one host no network port is opened.
+    The script calls `murmura.DDP(model)` or `murmura.connect()`; alone, or under torchrun, srun or mpirun, it runs
+    unchanged. Output carries its rank in front. If a rank fails, the others are stopped, the root cause is shown last,
+    and its exit status is the command's. On one host no network port is opened.
 
     For example: `murmura run -n 4 train.py --epochs 3`, or on two hosts
     `murmura run -n 8 --nnodes 2 --node-rank 0 --coordinator 10.0.0.1:29500 train.py`

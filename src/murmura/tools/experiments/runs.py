@@ -115,6 +115,12 @@ class Run:
         )
 
 
+def runs_in(path: Path) -> list[Path]:
+    """The folders of the runs in `path`, the folder of a comparison; of anything else `path` itself."""
+    of_comparison = [] if (path / FILE).exists() else sorted(each.parent for each in path.glob(f"*/*/{FILE}"))
+    return of_comparison or [path]
+
+
 def read_run_file(path: Path) -> dict[str, Any]:
     """Return the contents of run.json in `path`; a `ConfigError` if this version cannot read it."""
     if not path.is_dir():
@@ -122,7 +128,9 @@ def read_run_file(path: Path) -> dict[str, Any]:
     try:
         told: dict[str, Any] = json.loads((path / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path} holds no run: there is no {FILE} in it. Name the folder of a run.") from None
+        raise ConfigError(
+            f"{path} holds no run: there is no {FILE} in it. Name the folder of a run or a comparison."
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path / FILE} cannot be read: {error}.") from None
     if not isinstance(told, dict) or told.get("schema_version") != SCHEMA_VERSION:
