@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from murmura import DDP, Transport, run_world
 from murmura.buckets import FIRST_BUCKET_BYTES, Bucket, ParameterSpec, bucket_limit, plan_buckets
 from murmura.buckets.flat import FlatTensors, plain_memory
+from worlds import SECONDS
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -196,6 +198,26 @@ def test_a_small_model_is_cut_too(total_mib: float, asked_mib: float, given_mib:
     specs = [ParameterSpec("x", int(total_mib * 2**20) // 4, torch.float32, torch.device("cpu"))]
     assert bucket_limit(specs, int(asked_mib * 2**20)) == int(given_mib * 2**20)
     assert bucket_limit(specs, 1) == 1
+
+
+def test_between_hosts_a_small_model_is_cut_into_fewer() -> None:
+    model = specs(10 * 2**20)  # 40 MiB
+    assert bucket_limit(model, LARGE) == 5 * 2**20
+    assert bucket_limit(model, LARGE, num_hosts=2) == 10 * 2**20
+    assert bucket_limit(model, 2**20, num_hosts=2) == 2**20
+
+
+def num_buckets(transport: Transport) -> int:
+    ddp = DDP(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16))), transport)  # 16 MiB
+    ddp(torch.ones(1, 512)).sum().backward()
+    found = len(ddp.algorithm_state_dict()["plan"]["buckets"])
+    ddp.close()
+    return found
+
+
+def test_ddp_cuts_into_fewer_buckets_where_ranks_are_on_several_hosts() -> None:
+    assert run_world(num_buckets, 2, timeout=SECONDS) == [9, 9]  # the first one has 1 MiB
+    assert run_world(num_buckets, 2, hosts=[0, 1], timeout=SECONDS) == [5, 5]
 
 
 # Flat tensors

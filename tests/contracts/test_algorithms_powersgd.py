@@ -15,7 +15,8 @@ from contracts.test_algorithms_state import check_resumption
 from contracts.test_scaled_feedback import weights_after
 from contracts.training import assert_close, by_step, regression, spread, train_world
 from ddp.models import fill
-from murmura import DDP, PowerSGDAlgorithm, Transport, UsageError, run_world
+from murmura import DDP, PowerSGDAlgorithm, TracedTransport, Transport, UsageError, run_world
+from murmura.algorithms import powersgd
 from oracles.algorithms.gradients import AllReduce
 from oracles.algorithms.powersgd import PowerSGD
 from oracles.algorithms.simulation import flat_of, simulate
@@ -45,6 +46,39 @@ def test_every_choice_is_as_simulated(choices: dict[str, Any]) -> None:
     wanted = simulate(PowerSGD(1, **simulated), task, size, STEPS)
     assert_close(flats, wanted)
     assert_differ(wanted, simulate(PowerSGD(1), task, size, STEPS))  # the choice makes a difference
+
+
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_factors_in_many_messages_are_as_simulated(monkeypatch: pytest.MonkeyPatch, error_feedback: bool) -> None:
+    monkeypatch.setattr(powersgd, "MESSAGE_BYTES", 1)
+    task = regression("momentum")
+    algorithm = PowerSGDAlgorithm(1, min_compression_rate=1.0, error_feedback=error_feedback)
+    flats = by_step(train_world(3, algorithm, task, STEPS, bucket_size_bytes=300))
+    assert_close(flats, simulate(PowerSGD(1, 1.0, error_feedback=error_feedback), task, 3, STEPS))
+    assert all(spread(each) == 0 for each in flats)
+
+
+def messages(transport: Transport) -> list[int]:
+    """The number of float32 in each all-reduce of the second round, in order."""
+    traced = TracedTransport(transport)
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
+    ddp = DDP(model, traced, algorithm="powersgd", bucket_size_bytes=40 * 40 * 4 + 1)
+    for _ in range(2):
+        traced.operations.clear()
+        ddp(torch.ones(1, 40)).sum().backward()
+        ddp.zero_grad()
+    found = [each.sent_bytes // 4 for each in traced.operations if each.name == "all_reduce"]
+    ddp.close()
+    return found
+
+
+def test_a_message_holds_first_factors_and_the_second_ones_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, q, bias, tail = 40, 40, 40, 2 * (8 + 2)
+    together, _ = run_world(messages, 2, timeout=SECONDS)
+    assert together == [4 * (p + bias), 4 * q, tail]
+    monkeypatch.setattr(powersgd, "MESSAGE_BYTES", 2 * 4 * (p + bias))
+    in_two, _ = run_world(messages, 2, timeout=SECONDS)
+    assert in_two == [2 * (p + bias), 2 * (p + bias) + 2 * q, 2 * q, tail]
 
 
 def assert_differ(one: Any, other: Any) -> None:

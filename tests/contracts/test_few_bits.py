@@ -12,6 +12,7 @@ from torch import Tensor
 
 from contracts.values import DTYPES, FINITE, KINDS, NON_FINITE, samples
 from murmura import Compressor, ConfigError, ErrorFeedback, MinMaxUInt4, RandomK, Sign, TopK, TopKTwoBit
+from murmura.compressors.sparse import SAMPLE
 from oracles import minmax
 
 
@@ -132,6 +133,28 @@ def test_the_largest_elements_travel_as_they_are(dtype: torch.dtype) -> None:
     assert values[sent].abs().min() >= values[~sent].abs().max()
 
 
+def spiky(length: int) -> Tensor:
+    """Magnitudes of which a sample of every so many elements holds the large ones only."""
+    values = torch.rand(length, generator=torch.Generator().manual_seed(length))
+    values[:: length // SAMPLE | 1] += 1.0
+    return values
+
+
+@pytest.mark.parametrize("values", [spiky(200_003), torch.zeros(70_000), torch.arange(300_000.0) % 7], ids=len)
+@pytest.mark.parametrize("ratio", [1e-5, 0.01, 0.03, 0.5])
+def test_the_largest_of_many_are_found_exactly(values: Tensor, ratio: float) -> None:
+    decoded = round_trip(TopK(ratio), values)
+    count = math.ceil(ratio * len(values))
+    assert torch.equal(decoded.sort(descending=True).values[:count], torch.topk(values, count).values)
+    assert int((decoded != 0).sum()) <= count
+
+
+def test_a_nan_among_many_is_among_the_largest() -> None:
+    values = torch.rand(200_003, generator=torch.Generator().manual_seed(1))
+    values[150_000] = math.nan  # not in the sample
+    assert round_trip(TopK(0.01), values)[150_000].isnan()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", [1, 5, 64, 200])
 def test_the_largest_of_each_chunk_have_two_magnitudes(length: int, dtype: torch.dtype) -> None:
@@ -219,8 +242,8 @@ def test_the_number_of_the_draw_is_state() -> None:
 
 @pytest.mark.parametrize(("numel", "count"), [(0, 0), (1, 1), (50, 1), (100, 1), (101, 2), (1000, 10)])
 def test_at_least_one_element_is_sent(numel: int, count: int) -> None:
-    assert TopK().payload_bytes(numel, torch.float16) == 8 * count
-    assert TopK().payload_bytes(numel, torch.float64) == 12 * count
+    assert TopK().payload_bytes(numel, torch.float16) == 6 * count
+    assert TopK().payload_bytes(numel, torch.float64) == 10 * count
     assert RandomK().payload_bytes(numel, torch.float32) == 8 + 4 * count
 
 

@@ -74,6 +74,7 @@ def come_late(stage: Stage, culprit: int, late: int) -> None:
 
 
 # For run_world
+LARGE = 10**6  # elements, which Gloo itself reduces
 
 
 def fail_as(transport: Transport, fault: str, check: str) -> None:
@@ -102,6 +103,9 @@ def fail_as(transport: Transport, fault: str, check: str) -> None:
             transport.all_reduce(torch.ones(NUMEL, dtype=torch.int16))
         if fault == "max":
             transport.all_reduce(tensor, "max")
+    if fault in ("large and longer", "large and shorter"):
+        other = 2 * LARGE if fault == "large and longer" else LARGE // 2
+        transport.all_reduce(torch.ones(other if transport.rank == 1 else LARGE))
     for _ in range(2):
         transport.all_reduce(tensor)
 

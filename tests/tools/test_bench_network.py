@@ -42,6 +42,7 @@ from murmura.tools.bench.network_contestants import (
     period,
     steps_per_batch,
 )
+from murmura.tools.bench.steps import longest_burst
 from murmura.tools.cli.bench import parse_bandwidth
 from murmura.tools.cli.bench_tables import network_table, slower_than_all_reduce
 from murmura.tools.cli.main import app
@@ -50,8 +51,8 @@ from murmura.tools.options import parse_list
 from tools.lab.conditions import needs_namespaces
 from worlds import SECONDS, ExchangeOnly
 
-SMALL = MLP(batch=2, layers=3, width=200, momentum=0.0)
-SHAPES = [(200, 200), (200,)] * 3
+SMALL = MLP(batch=2, layers=3, width=400, momentum=0.0)
+SHAPES = [(400, 400), (400,)] * 3
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,10 +69,10 @@ def _compiler() -> None:
     [
         (("--hosts", "1"), "1 hosts: give from 2"),
         (("--hosts", "17"), "17 hosts: give from 2"),
-        (("--bandwidth", "fast"), "--bandwidth 'fast' is no rate of a link. Write a list like 100mbit,1gbit."),
-        (("--bandwidth", "100mbit,"), "--bandwidth '' is no rate"),
+        (("--rate", "fast"), "--rate 'fast' is no rate of a link. Write a list like 100mbit,1gbit."),
+        (("--bandwidth", "100mbit,"), "--rate '' is no rate"),
         (("--bandwidth", "0mbit"), "is no rate"),
-        (("--against", "horovod"), "--against='horovod' is unknown. Known: 'torch-ddp'."),
+        (("--against", "horovod"), "--against='horovod' is unknown. Known: 'torch-ddp', 'torch-ddp fp16'"),
         (("--algorithms", "magic"), "algorithm='magic' is unknown. Known: 'async', 'bytegrad'"),
         (("--algorithms", ""), "algorithm='' is unknown"),
         (("--seconds", "0"), "Give seconds above 0"),
@@ -101,7 +102,7 @@ def test_lists_are_read_once_each_and_in_order() -> None:
 
 def test_everybody_competes() -> None:
     assert NetworkSpec().contestants() == [TORCH_DDP, FP16, POWER_SGD, *algorithm_names(), BARE]
-    assert NetworkSpec(with_torch=False, algorithms=("diloco",)).contestants() == ["diloco", BARE]
+    assert NetworkSpec(against=(), algorithms=("diloco",)).contestants() == ["diloco", BARE]
     assert MODEL.num_parameters() == pytest.approx(10e6, rel=0.01)
 
 
@@ -115,12 +116,12 @@ def test_a_slower_link_has_later_deadlines() -> None:
 
 
 def test_the_formulas_are_those_of_the_algorithms() -> None:
-    numel = 3 * (200 * 200 + 200)
+    numel = 3 * (400 * 400 + 400)
     ring = 2 * 3 / 4 * 4 * numel
     of = {name: formula_bytes(name, SHAPES, 4) for name in NetworkSpec().contestants()}
     assert of[TORCH_DDP] == of["gradient_allreduce"] == of["decentralized"] == ring
     assert of[FP16] == ring / 2
-    assert of[POWER_SGD] == of["powersgd"] == 2 * 3 / 4 * 4 * 3 * (200 + 200 + 200)
+    assert of[POWER_SGD] == of["powersgd"] == 2 * 3 / 4 * 4 * 3 * (400 + 400 + 400)
     assert (of["shift_one"], formula_bytes("shift_one", SHAPES, 3)) == (4 * numel, pytest.approx(2 / 3 * 4 * numel))
     assert of["local_sgd"] == of["diloco"] == of["async"] == ring / 20
     assert of["bytegrad"] == of["qadam"] == pytest.approx(ring / 4, rel=0.003)
@@ -147,16 +148,14 @@ def measure_here(transport: Transport, names: list[str]) -> list[list[Sample]]:
 
 def test_every_algorithm_sends_what_its_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "MIN_ROUNDS", 2)
-    names = NetworkSpec(with_torch=False).contestants()
+    names = NetworkSpec(against=()).contestants()
     found, *others = run_world(measure_here, 3, names, timeout=SECONDS)
     assert all(other == found for other in others)
     for rate, samples in zip(("1gbit", "100mbit"), found, strict=True):
         for row in rows_at(rate, samples, SHAPES):
             assert row.rounds >= 2
             assert row.batch % period(row.algorithm) == 0
-            # PowerSGD's messages are so short that they go to all ranks at once, and its tail is a part of them.
-            short, within = (1.5, 0.05) if row.algorithm == "powersgd" else (1.0, 0.01)
-            assert row.bytes == pytest.approx(short * row.formula_bytes, rel=within)
+            assert row.bytes == pytest.approx(row.formula_bytes, rel=0.01)
             assert row.ratio is None
 
 
@@ -188,10 +187,10 @@ def test_what_an_interface_has_sent() -> None:
 # What is told
 
 
-def sample(name: str, seconds: float) -> Sample:
+def sample(name: str, seconds: float, burst: float = 0.0) -> Sample:
     packets = 10.0
     sent = formula_bytes(name, SHAPES, 2) + packets * HEADER_BYTES
-    rounds = [[each * seconds, *[0.0] * 4, sent, packets] for each in (1, 2, 3)]
+    rounds = [[each * seconds, *[0.0] * 3, 0.7, sent, packets, burst] for each in (1, 2, 3)]
     return Sample(name, "made up", 1, [rounds, rounds])
 
 
@@ -200,7 +199,7 @@ def test_rows_compare_with_torch_and_leave_headers_out() -> None:
         "1gbit", [sample(TORCH_DDP, 4.0), sample("bytegrad", 1.0), sample(BARE, 0.5)], SHAPES
     )
     assert (torch_row.ratio, row.ratio, bare.ratio) == (1.0, 4.0, 8.0)
-    assert (row.step_ms, row.quartiles) == (2000.0, (1500.0, 2500.0))
+    assert (row.step_ms, row.quartiles, row.cpu_ms) == (2000.0, (1500.0, 2500.0), 700.0)
     assert row.payload_bytes == pytest.approx(row.formula_bytes)
     assert row.bytes - row.payload_bytes == pytest.approx(10 * HEADER_BYTES)
     assert row.bytes_by_host == (row.bytes, row.bytes)
@@ -222,6 +221,19 @@ def test_the_table_says_whom_plain_all_reduce_beats() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "4 hosts, links of 1gbit" in text
     assert "2000 (1500-2500)" in text
+
+
+@pytest.mark.parametrize(
+    ("sent", "longest"),
+    [([0, 5, 5, 0, 5, 4], 10), ([5, 5, 0, 0, 5, 5, 5], 15), ([1000, 10, 1000], 1000), ([0, 0], 0), ([], 0)],
+)
+def test_a_burst_lasts_until_a_step_sends_nothing(sent: list[int], longest: int) -> None:
+    assert longest_burst(sent) == longest
+
+
+def test_what_is_in_flight_is_told_of_exchanges_in_the_background() -> None:
+    told, untold = rows_at("1gbit", [sample("async", 1.0, 3e6), sample("bytegrad", 1.0)], SHAPES)
+    assert (told.in_flight_bytes, untold.in_flight_bytes) == (3e6, None)
 
 
 def test_without_torch_there_is_no_ratio() -> None:
@@ -249,5 +261,6 @@ def test_interfaces_count_what_the_formulas_say() -> None:
     for row in found["rows"]:
         assert row["ratio"] > 0
         if row["algorithm"] not in (BARE, POWER_SGD):  # these send less than it takes to meet
-            assert row["payload_bytes"] == pytest.approx(row["formula_bytes"], rel=0.03)
-            assert row["bytes"] == pytest.approx(row["formula_bytes"], rel=0.06)
+            # Gloo puts 144 bytes before each message: much for PowerSGD, which sends 33 kB here.
+            assert row["payload_bytes"] == pytest.approx(row["formula_bytes"], rel=0.01, abs=4000)
+            assert row["bytes"] == pytest.approx(row["formula_bytes"], rel=0.04, abs=10_000)

@@ -36,15 +36,19 @@ class GatheredMean(CompressedMean):
 
     def __call__(self, flat: Tensor) -> None:
         (encoder,) = self._encoders
-        total = torch.zeros_like(flat, dtype=self._wide)
-        for payload, share in zip(self._gather(encoder, flat), self._shares, strict=True):
+        payloads = self._gather(encoder, flat)
+        in_place = flat.dtype == self._wide
+        total = flat.zero_() if in_place else torch.zeros_like(flat, dtype=self._wide)
+        for payload, share in zip(payloads, self._shares, strict=True):
             if share == 1:
                 encoder.decompress_add(payload, total)
             else:
                 decoded = torch.empty_like(total)
                 encoder.decompress(payload, decoded)
                 total.add_(decoded, alpha=share)
-        flat.copy_(total.div_(self._divisor))
+        total.div_(self._divisor)
+        if not in_place:
+            flat.copy_(total)
 
     def _gather(self, encoder: Compressor, flat: Tensor) -> Sequence[Tensor]:
         transport = self._transport

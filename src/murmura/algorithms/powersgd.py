@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from murmura.transports.base import Transport
 
 
+MESSAGE_BYTES = 64 * 1024
+"""First factors wait for those of further buckets until there are so many bytes: a short message costs as much time."""
+
+
 class _Matrix(NamedTuple):
     """A gradient that is sent as a product: its parameter's name, itself as a matrix M, and Q of the round before."""
 
@@ -37,12 +41,32 @@ class _Matrix(NamedTuple):
     q: Tensor
 
 
+@dataclass
+class _Pending:
+    """A bucket whose gradients are under way; indices are those of its parameters."""
+
+    bucket: Bucket
+    before: Tensor | None  # what the last messages lost, if that is fed back
+    gradient: Tensor  # with it; in the end what these messages lose
+    parts: list[Tensor]  # of `gradient`, one for each parameter
+    matrices: dict[int, _Matrix]
+    firsts: list[Tensor]  # what is averaged first: P of each matrix, then the gradients that are sent as they are
+    is_finite: list[Tensor] = field(default_factory=list)  # of each P
+    seconds: list[Tensor] = field(default_factory=list)  # what is averaged then: Q of each matrix
+
+    @property
+    def others(self) -> list[int]:
+        return [index for index in range(len(self.parts)) if index not in self.matrices]
+
+
 class PowerSGDAlgorithmImpl(AlgorithmImpl):
     """The running state of `PowerSGDAlgorithm` for one model.
 
     Each rank adds what its last message lost to its gradient M (n x m). P = mean M Q, whose columns are made
     orthonormal; Q = mean Mᵀ P; all ranks apply P Qᵀ, and each keeps M - P Qᵀ for the next round. Q, made orthonormal,
     begins the next round: one step of the power iteration a round. It begins at random, alike on all ranks.
+
+    Both factors travel during backward: a message holds P of some buckets and Q of those before.
     """
 
     exchanges = Exchanges.GRADIENTS
@@ -60,6 +84,10 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         self._errors = ParameterState()
         self._factors = ParameterState()  # Q
         self._rounds_since_step = 0
+        self._waiting: list[_Pending] = []  # for their first factors to be sent
+        self._halfway: list[_Pending] = []  # for their second ones
+        self._kept_flats: dict[tuple[str, ...], Tensor] = {}  # errors that a skipped step would bring back
+        self._free_flats: dict[tuple[str, ...], Tensor] = {}  # memory for new ones: fresh memory is slow
 
     def setup(self, replica: Replica) -> None:
         self._replica = replica
@@ -68,26 +96,34 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         if self._replica.round < self.warmup_rounds:
             self.process_group.all_reduce(bucket.flat, ReduceOp.MEAN)
             return
-        self._errors.keep()
-        self._factors.keep()
-        before = self._errors.flat(bucket, wide(bucket.flat.dtype)) if self.error_feedback else None
-        gradient = bucket.flat.to(wide(bucket.flat.dtype), copy=True) if before is None else bucket.flat + before
+        if bucket.index == 0:
+            self._waiting, self._halfway = [], []
+            self._errors.keep()
+            self._factors.keep()
+        self._waiting.append(self._begin(bucket))
+        is_last = bucket.index == len(self._replica.buckets) - 1
+        num_bytes = sum(each.nbytes for pending in self._waiting for each in pending.firsts)
+        if is_last or num_bytes >= MESSAGE_BYTES:  # alike on all ranks
+            self._exchange()
+        if is_last:
+            self._exchange()
+
+    def _begin(self, bucket: Bucket) -> _Pending:
+        dtype, before = wide(bucket.flat.dtype), None
+        if self.error_feedback:
+            before = self._errors.flat(bucket, dtype)
+            gradient = self._free_flats.pop(tuple(bucket.names), None)
+            if gradient is None:
+                gradient = torch.empty_like(bucket.flat, dtype=dtype)
+            torch.add(bucket.flat, before, out=gradient)
+        else:
+            gradient = bucket.flat.to(dtype)
         parts = bucket.views_of(gradient)
         found = {index: self._matrix(bucket.names[index], part) for index, part in enumerate(parts)}
         matrices = {index: each for index, each in found.items() if each is not None}
-        others = {index: part for index, part in enumerate(parts) if index not in matrices}
-        first = self._means([*(each.m @ each.q for each in matrices.values()), *others.values()])
-        ps = [orthonormal(p) for p in first[: len(matrices)]]
-        qs = self._means([each.m.mH @ p for each, p in zip(matrices.values(), ps, strict=True)])
-        decoded = dict(zip(others, first[len(matrices) :], strict=True))
-        decoded |= {index: p @ q.mH for index, p, q in zip(matrices, ps, qs, strict=True)}
-        for index, view in enumerate(bucket.views):
-            view.copy_(decoded[index].view(view.shape))
-        for each, q in zip(matrices.values(), qs, strict=True):
-            self._keep_factor(each, q)
-        if before is not None:
-            losses = {index: each.m - decoded[index] for index, each in matrices.items()}
-            self._keep_errors(bucket, before, losses)
+        pending = _Pending(bucket, before, gradient, parts, matrices, [each.m @ each.q for each in matrices.values()])
+        pending.firsts += [parts[index] for index in pending.others]
+        return pending
 
     def _matrix(self, name: str, gradient: Tensor) -> _Matrix | None:
         """`gradient` as a matrix, unless a product would not be small enough."""
@@ -102,30 +138,77 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
             q = torch.randn(width, rank, generator=random, dtype=torch.float64)
         return _Matrix(name, gradient.reshape(height, width), orthonormal(q.to(gradient)))
 
+    def _exchange(self) -> None:
+        """Send the first factors of the buckets that wait, and the second ones of those whose first have been sent."""
+        first, second = self._waiting, self._halfway
+        tensors = [each for pending in first for each in pending.firsts]
+        means = iter(self._means([*tensors, *(each for pending in second for each in pending.seconds)]))
+        for pending in first:
+            self._take_first(pending, [next(means) for _ in pending.firsts])
+        for pending in second:
+            self._take_second(pending, [next(means) for _ in pending.seconds])
+        self._waiting, self._halfway = [], first
+
     def _means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The mean over the ranks of each of `tensors`, in one message."""
-        if not tensors:
-            return []
-        flat = torch.cat([each.reshape(-1) for each in tensors])
-        self.process_group.all_reduce(flat, ReduceOp.MEAN)
-        parts = torch.split(flat, [each.numel() for each in tensors])
-        return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+        """The mean over the ranks of each of `tensors`, in one message for each dtype and device."""
+        found: dict[int, Tensor] = {}
+        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, each in enumerate(tensors):
+            groups.setdefault((each.dtype, each.device), []).append(index)
+        for members in groups.values():
+            flat = torch.cat([tensors[index].reshape(-1) for index in members])
+            self.process_group.all_reduce(flat, ReduceOp.MEAN)
+            parts = torch.split(flat, [tensors[index].numel() for index in members])
+            found |= {index: part.view(tensors[index].shape) for index, part in zip(members, parts, strict=True)}
+        return [found[index] for index in range(len(tensors))]
+
+    def _take_first(self, pending: _Pending, means: Sequence[Tensor]) -> None:
+        """Apply what was sent as it is, and make the second factors of the others."""
+        matrices, views = list(pending.matrices.values()), pending.bucket.views
+        firsts = means[: len(matrices)]
+        for index, mean in zip(pending.others, means[len(matrices) :], strict=True):
+            views[index].copy_(mean.view(views[index].shape))
+        pending.is_finite = [each.isfinite().all() for each in firsts]
+        pending.firsts = [orthonormal(each) for each in firsts]
+        pending.seconds = [each.m.mH @ p for each, p in zip(matrices, pending.firsts, strict=True)]
+
+    def _take_second(self, pending: _Pending, means: Sequence[Tensor]) -> None:
+        """Apply the products, and keep what they lose."""
+        views = pending.bucket.views
+        for (index, matrix), p, q in zip(pending.matrices.items(), pending.firsts, means, strict=True):
+            _write_product(p, q.mH, views[index])
+            if self.warm_start:
+                self._keep_factor(matrix, q)
+        if pending.before is not None:
+            self._keep_errors(pending, pending.before, means)
 
     def _keep_factor(self, matrix: _Matrix, q: Tensor) -> None:
         """Begin the next round with `q`, but for columns that are zero, or not finite: they would stay so."""
-        if self.warm_start:
-            is_usable = q.isfinite().all() & (q != 0).any(0)
-            self._factors.set(matrix.name, torch.where(is_usable, q, matrix.q))
+        is_usable = q.isfinite().all() & (q != 0).any(0)
+        self._factors.set(matrix.name, torch.where(is_usable, q, matrix.q))
 
-    def _keep_errors(self, bucket: Bucket, before: Tensor, losses: Mapping[int, Tensor]) -> None:
-        """Keep what each matrix lost, or, where an infinity or a NaN has come in, what had been lost before."""
-        errors = torch.zeros_like(before)
-        olds = bucket.views_of(before)
-        for index, view in enumerate(bucket.views_of(errors)):
-            if index in losses:
-                loss = losses[index].view(view.shape)
-                view.copy_(torch.where(loss.isfinite().all(), loss, olds[index]))
-        self._errors.set_flat(bucket, errors)
+    def _keep_errors(self, pending: _Pending, before: Tensor, seconds: Sequence[Tensor]) -> None:
+        """Keep what each matrix lost, or, where an infinity or a NaN has come in, what had been lost before.
+
+        One in M is one in M Q, and so in the mean over the ranks.
+        """
+        bucket, olds = pending.bucket, pending.bucket.views_of(before)
+        for index in pending.others:
+            pending.parts[index].zero_()
+        products = zip(pending.matrices.items(), pending.firsts, seconds, pending.is_finite, strict=True)
+        for (index, matrix), p, q, is_finite in products:
+            part = pending.parts[index]
+            lost = matrix.m.addmm_(p, q.mH, alpha=-1).view(part.shape)
+            if lost.data_ptr() != part.data_ptr():  # the parameter's memory is in another order
+                part.copy_(lost)
+            keeps = is_finite & q.isfinite().all()
+            if part.is_cuda:  # where the host must not wait
+                part.copy_(torch.where(keeps, part, olds[index]))
+            elif not keeps:
+                part.copy_(olds[index])
+        self._errors.set_flat(bucket, pending.gradient)
+        dropped = self._free_flats if self._rounds_since_step else self._kept_flats
+        dropped[tuple(bucket.names)] = before
 
     # Steps
 
@@ -136,6 +219,8 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         self._rounds_since_step = 0
         self._errors.forget_kept()
         self._factors.forget_kept()
+        self._free_flats |= self._kept_flats
+        self._kept_flats = {}
 
     def before_forward(self) -> None:
         if self._rounds_since_step and gradients_are_gone(self._replica):
@@ -145,6 +230,10 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
     def skip_step(self) -> None:
         self._errors.restore()
         self._factors.restore()
+        self._kept_flats = {}  # they count again
+
+    def before_replan(self, buckets: Sequence[Bucket]) -> None:
+        self._free_flats, self._kept_flats = {}, {}
 
     # Checkpoints
 
@@ -158,6 +247,7 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._rounds_since_step = state["rounds_since_step"]
         self._errors.load_state_dict(state["errors"])
+        self._free_flats, self._kept_flats = {}, {}
         self._factors.load_state_dict(state["factors"])
 
 
@@ -177,6 +267,15 @@ def orthonormal(columns: Tensor) -> Tensor:
             _load_solver(columns.device)
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis
+
+
+def _write_product(p: Tensor, q: Tensor, view: Tensor) -> None:
+    """Overwrite `view` with P Qᵀ."""
+    height, width = p.shape[0], q.shape[1]
+    if view.is_contiguous() and view.dtype == p.dtype:
+        torch.mm(p, q, out=view.view(height, width))
+    else:
+        view.copy_((p @ q).view(view.shape))
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

@@ -18,8 +18,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ SINK = 2.0**-8  # and those that overflow by SINK
 ROUND_UP, DROPPED_BITS = 0x180, 0xFF  # of a step's bit pattern
 
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+NUMPY_INTEGERS = {torch.float32: np.int32, torch.float64: np.int64}
 MAGIC = {torch.float32: 1.5 * 2.0**23, torch.float64: 1.5 * 2.0**52}  # added to t, leaves round(t) in the low bits
 SMALLEST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
 FEW_BITS = {torch.float32: 2**15, torch.float64: 2**44}  # a whole number up to here times a code is exact
@@ -50,28 +52,42 @@ class Grid(NamedTuple):
     zero: Tensor
     is_finite: Tensor
 
+    @property
+    def is_usual(self) -> bool:
+        """Whether no block needs an anchor or a lift: then encoding takes two operations less, to the same bits."""
+        return bool(((self.anchor == 0) & (self.lift == 1) & self.is_finite).all())
+
 
 def grid_of(low: Tensor, high: Tensor, levels: int = 255) -> Grid:
     """The grids of blocks with these minima and maxima, which are of a working dtype."""
-    dtype = low.dtype
+    if not low.is_cpu:
+        return Grid(*_grid(torch, low, high, levels, low.dtype, INTEGERS[low.dtype]))
+    with np.errstate(all="ignore"):
+        fields = _grid(np, low.numpy(), high.numpy(), levels, low.dtype, NUMPY_INTEGERS[low.dtype])
+    return Grid(*map(torch.from_numpy, fields))
+
+
+def _grid(xp: Any, low: Any, high: Any, levels: int, dtype: torch.dtype, integer: Any) -> tuple[Any, ...]:
+    """The fields of a `Grid`, by torch or, on a CPU, by numpy: the same bits, and less time for few blocks."""
     spread = high - low
     overflows, is_constant = spread == math.inf, spread == 0
     spans_zero = (low <= 0) & (high >= 0) & ~is_constant
-    lift = torch.ones_like(spread).masked_fill_((spread < TINY) & ~is_constant, LIFT)
-    raw = torch.where(overflows, high * SINK - low * SINK, spread * lift) * (1 / levels)
-    rounded = ((raw.view(INTEGERS[dtype]) + ROUND_UP) & ~DROPPED_BITS).view(dtype)
+    one, nought = xp.ones_like(spread), xp.zeros_like(spread)
+    lift = xp.where((spread < TINY) & ~is_constant, one * LIFT, one)
+    raw = xp.where(overflows, high * SINK - low * SINK, spread * lift) * (1 / levels)
+    rounded = ((raw.view(integer) + ROUND_UP) & ~DROPPED_BITS).view(raw.dtype)
     # Among the last of the subnormals a step has few bits by itself, and the next one is a unit longer.
     unit = SMALLEST[dtype] * LIFT
-    step = torch.where(raw < FEW_BITS[dtype] * unit, raw + unit, rounded).div_(lift).masked_fill_(is_constant, 0)
-    inverse = (step * lift).reciprocal_().masked_fill_(is_constant, 0)
-    lift.masked_fill_(overflows, SINK)
-    anchor = low.masked_fill(spans_zero, 0)
-    zero = (levels - (high * lift * inverse + 0.5).floor_()).masked_fill_(~spans_zero, 0)
+    step = xp.where(is_constant, nought, xp.where(raw < FEW_BITS[dtype] * unit, raw + unit, rounded) / lift)
+    inverse = xp.where(is_constant, nought, 1 / (step * lift))
+    lift = xp.where(overflows, one * SINK, lift)
+    anchor = xp.where(spans_zero, nought, low)
+    zero = xp.where(spans_zero, levels - xp.floor(high * lift * inverse + 0.5), nought)
     base = anchor - zero * step + 0.0  # no negative zero, which devices may tell apart
-    is_finite = low.isfinite() & high.isfinite()
-    header = (base, torch.where(overflows, -step, step))
-    base, step = (field.masked_fill_(~is_finite, math.nan) for field in header)
-    return Grid(base, step, anchor, lift, inverse, zero, is_finite)
+    is_finite = xp.isfinite(low) & xp.isfinite(high)
+    nan = one * math.nan
+    step = xp.where(is_finite, xp.where(overflows, -step, step), nan)
+    return xp.where(is_finite, base, nan), step, anchor, lift, inverse, zero, is_finite
 
 
 def encode(values: Tensor, payload: Tensor, block: int) -> None:
@@ -97,24 +113,25 @@ def quantise(values: Tensor, codes: Tensor, block: int, levels: int) -> Tensor:
     """Fill `codes` from `values`, and return the headers of the blocks, as bytes."""
     dtype = working_dtype(values.dtype)
     scratch = torch.empty(piece_elements(values), dtype=dtype, device=values.device)
-    headers: list[Tensor] = []
-    for rows, row_codes in zip(sections(values, block), sections(codes, block), strict=True):
-        grid = grid_of(*extremes(rows, dtype), levels)
-        headers += [torch.cat((grid.base, grid.step), 1).view(-1)]
-        shift = grid.zero + MAGIC[dtype]
-        # Blocks that need no anchor and no lift are the usual ones: two operations less, and the same bits.
-        is_usual = values.is_cpu and bool(((grid.anchor == 0) & (grid.lift == 1) & grid.is_finite).all())
-        for piece in pieces(rows):
-            part, source = piece[0], rows[piece]
+    parts = sections(values, block)
+    low, high = (torch.cat(each) for each in zip(*(extremes(rows, dtype) for rows in parts), strict=True))
+    grid = grid_of(low, high, levels)
+    shift = grid.zero + MAGIC[dtype]
+    is_usual = values.is_cpu and grid.is_usual
+    first = 0
+    for rows, row_codes in zip(parts, sections(codes, block), strict=True):
+        for down, across in pieces(rows):
+            blocks, source = slice(first + down.start, first + down.stop), rows[down, across]
             scaled = scratch[: source.numel()].view(source.shape)
             if is_usual:
-                torch.mul(source, grid.inverse[part], out=scaled)
+                torch.mul(source, grid.inverse[blocks], out=scaled)
             else:
-                torch.sub(source, grid.anchor[part], out=scaled).mul_(grid.lift[part]).mul_(grid.inverse[part])
-            row_codes[piece].copy_(scaled.add_(shift[part]).view(INTEGERS[dtype]))  # an integer's low byte
+                torch.sub(source, grid.anchor[blocks], out=scaled).mul_(grid.lift[blocks]).mul_(grid.inverse[blocks])
+            row_codes[down, across].copy_(scaled.add_(shift[blocks]).view(INTEGERS[dtype]))  # an integer's low byte
         if not is_usual:
-            row_codes.mul_(grid.is_finite)
-    return torch.cat(headers).view(torch.uint8)
+            row_codes.mul_(grid.is_finite[first : first + len(rows)])
+        first += len(rows)
+    return torch.cat((grid.base, grid.step), 1).view(-1).view(torch.uint8)
 
 
 def decode(payload: Tensor, out: Tensor, block: int, *, add: bool) -> None:
@@ -136,26 +153,32 @@ def decode_pairs(payload: Tensor, out: Tensor, block: int, *, add: int) -> None:
 def dequantise(codes: Tensor, header_bytes: Tensor, out: Tensor, block: int, levels: int, *, add: int) -> None:
     """Overwrite `out` from its codes and the headers of its blocks, or add to it `add` times."""
     dtype = working_dtype(out.dtype)
-    headers = header_bytes.clone().view(dtype).view(-1, 2)
+    base, step = header_bytes.clone().view(dtype).view(-1, 2).tensor_split(2, 1)
     limit = torch.finfo(out.dtype).max
     in_place = out.dtype == dtype and not add
     scratch = torch.empty(0 if in_place else piece_elements(out), dtype=dtype, device=out.device)
+    is_usual = out.is_cpu and _is_far_from_overflow(base.numpy(), step.numpy(), levels, limit)
+    rise = None if is_usual else torch.ones_like(step).masked_fill_(step < 0, 1 / SINK)
+    step = step if is_usual else step.abs()
+    first = 0
     for rows, row_codes in zip(sections(out, block), sections(codes, block), strict=True):
-        base, step = headers[: len(rows)].tensor_split(2, 1)
-        headers = headers[len(rows) :]
-        rise = torch.ones_like(step).masked_fill_(step < 0, 1 / SINK)
-        step = step.abs()
-        is_usual = out.is_cpu and bool(((rise == 1) & (step * levels + base.abs() < limit)).all())  # far from overflow
-        for piece in pieces(rows):
-            part, target = piece[0], rows[piece]
+        for down, across in pieces(rows):
+            blocks, target = slice(first + down.start, first + down.stop), rows[down, across]
             decoded = target if in_place else scratch[: target.numel()].view(target.shape)
-            decoded.copy_(row_codes[piece]).mul_(step[part]).add_(base[part])
-            if not is_usual:
-                decoded.mul_(rise[part]).clamp_(-limit, limit)
+            decoded.copy_(row_codes[down, across]).mul_(step[blocks]).add_(base[blocks])
+            if rise is not None:
+                decoded.mul_(rise[blocks]).clamp_(-limit, limit)
             if add:
                 target.add_(decoded.to(out.dtype), alpha=int(add))
             elif not in_place:
                 target.copy_(decoded)
+        first += len(rows)
+
+
+def _is_far_from_overflow(base: Any, step: Any, levels: int, limit: float) -> bool:
+    """Whether all blocks decode without a rise and a limit; not if one holds a NaN."""
+    with np.errstate(all="ignore"):
+        return bool(((step >= 0) & (step * levels + np.abs(base) < limit)).all())
 
 
 def extremes(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -180,8 +203,9 @@ def pieces(rows: Tensor) -> Iterator[tuple[slice, slice]]:
     most = piece_elements(rows)
     height = max(1, most // width)
     for top in range(0, num_rows, height):
+        down = slice(top, min(top + height, num_rows))
         for left in range(0, width, most):
-            yield slice(top, top + height), slice(left, left + most)
+            yield down, slice(left, left + most)
 
 
 def piece_elements(tensor: Tensor) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,9 @@ from murmura.compressors.base import Compressor, check_call, check_encodable, wo
 from murmura.compressors.names import register_compressor
 from murmura.errors import ConfigError
 
-PLACE_BYTES, NUMBER_BYTES = 4, 8
+BLOCK = 2**16  # elements, a place in which takes two bytes
+PLACE_BYTES, END_BYTES, NUMBER_BYTES = 2, 4, 8
+SAMPLE = 2**14
 
 
 @register_compressor("topk", feedback=True)
@@ -23,6 +26,8 @@ PLACE_BYTES, NUMBER_BYTES = 4, 8
 class TopK(Compressor):
     """Sends the share `ratio` of the elements that are largest in magnitude, with their places; the others are zero.
 
+    A payload holds for each block of 2**16 elements but the last how many of those sent come before its end, then the
+    places inside the blocks in ascending order, then the values: six bytes for an element of float32.
     Ranks choose different elements, so payloads are gathered: each rank sends n - 1 of them, and the mean may have n
     times as many elements that are not zero. It needs error feedback to converge, which the name `topk` includes.
     """
@@ -38,27 +43,61 @@ class TopK(Compressor):
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         check_encodable(dtype)
-        return _count(self.ratio, numel) * (PLACE_BYTES + working_dtype(dtype).itemsize)
+        per_element = PLACE_BYTES + working_dtype(dtype).itemsize
+        return END_BYTES * (_num_blocks(numel) - 1) + per_element * _count(self.ratio, numel)
 
     def compress(self, tensor: Tensor, payload: Tensor) -> None:
         check_call(self, tensor, payload)
         values = tensor.detach()
-        places = torch.topk(values.abs(), _count(self.ratio, values.numel()), sorted=False).indices
-        chosen = values[places].to(working_dtype(values.dtype))
-        begin = PLACE_BYTES * places.numel()
-        payload[:begin].copy_(places.to(torch.int32).view(torch.uint8))
-        payload[begin:].copy_(chosen.view(torch.uint8))
+        dtype = working_dtype(values.dtype)
+        places = largest(values.abs().to(dtype), _count(self.ratio, values.numel()))
+        bounds = BLOCK * torch.arange(1, _num_blocks(values.numel()), device=values.device)
+        ends = torch.searchsorted(places, bounds).to(torch.int32)
+        inside = (places % BLOCK - BLOCK // 2).to(torch.int16)
+        payload.copy_(torch.cat([each.view(torch.uint8) for each in (ends, inside, values[places].to(dtype))]))
 
     def decompress(self, payload: Tensor, out: Tensor) -> None:
         out.detach().zero_()
         self.decompress_add(payload, out)
 
     def decompress_add(self, payload: Tensor, out: Tensor) -> None:
+        places, chosen = self._parts(payload, out)
+        out.detach().index_add_(0, places, chosen)
+
+    def decompress_subtract(self, payload: Tensor, out: Tensor) -> None:
+        places, chosen = self._parts(payload, out)
+        out.detach().index_add_(0, places, chosen, alpha=-1)
+
+    def _parts(self, payload: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        """The places in `payload`, and the values there in the dtype of `out`."""
         check_call(self, out, payload)
-        begin = PLACE_BYTES * _count(self.ratio, out.numel())
-        places = payload[:begin].clone().view(torch.int32).to(torch.int64)
-        chosen = payload[begin:].clone().view(working_dtype(out.dtype))
-        out.detach().index_add_(0, places, chosen.to(out.dtype))
+        count = _count(self.ratio, out.numel())
+        begin = END_BYTES * (_num_blocks(out.numel()) - 1)
+        ends, inside, chosen = payload.clone().tensor_split([begin, begin + PLACE_BYTES * count])
+        numbers = torch.arange(count, dtype=torch.int32, device=payload.device)
+        blocks = torch.bucketize(numbers, ends.view(torch.int32), right=True)
+        places = blocks * BLOCK + inside.clone().view(torch.int16) + BLOCK // 2
+        return places, chosen.clone().view(working_dtype(out.dtype)).to(out.dtype)
+
+
+def largest(magnitudes: Tensor, count: int) -> Tensor:
+    """The places of the `count` largest of `magnitudes`, float32 or float64, in ascending order; NaN is the largest.
+
+    On a CPU, where selecting from all of them is slow, only those are looked at that are not below one of the larger
+    elements of a sample; these are enough but for the oddest samples.
+    """
+    num_sampled = SAMPLE * count / max(1, magnitudes.numel())
+    rank = math.ceil(num_sampled + 4 * math.sqrt(num_sampled))
+    if magnitudes.is_cpu and magnitudes.numel() >= 4 * SAMPLE and rank < SAMPLE // 4:
+        sample = magnitudes[:: magnitudes.numel() // SAMPLE | 1]  # odd: rows of a matrix are often even
+        least = torch.topk(sample, rank, sorted=False).values.amin().item()
+        # Numpy finds them in a fifth of torch's time.
+        candidates = torch.from_numpy(np.flatnonzero(~(magnitudes.numpy() < least)))
+        if candidates.numel() >= count:
+            is_chosen = torch.zeros(candidates.numel(), dtype=torch.bool)
+            is_chosen[torch.topk(magnitudes[candidates], count, sorted=False).indices] = True
+            return candidates[is_chosen]
+    return torch.topk(magnitudes, count, sorted=False).indices.sort().values
 
 
 @register_compressor("randomk", feedback=True)
@@ -98,10 +137,19 @@ class RandomK(Compressor):
         self.decompress_add(payload, out)
 
     def decompress_add(self, payload: Tensor, out: Tensor) -> None:
+        places, chosen = self._parts(payload, out)
+        out.detach().index_add_(0, places, chosen)
+
+    def decompress_subtract(self, payload: Tensor, out: Tensor) -> None:
+        places, chosen = self._parts(payload, out)
+        out.detach().index_add_(0, places, chosen, alpha=-1)
+
+    def _parts(self, payload: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        """The places that `payload` is of, and the values there in the dtype of `out`."""
         check_call(self, out, payload)
         number = int(payload[:NUMBER_BYTES].clone().view(torch.int64))
         chosen = payload[NUMBER_BYTES:].clone().view(working_dtype(out.dtype))
-        out.detach().index_add_(0, self._places(number, out), chosen.to(out.dtype))
+        return self._places(number, out), chosen.to(out.dtype)
 
     def _places(self, number: int, like: Tensor) -> Tensor:
         """One place in each of as many strata of equal length, give or take one: in whole numbers, on every device."""
@@ -124,6 +172,10 @@ class RandomK(Compressor):
 def _check_ratio(ratio: object) -> None:
     if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
         raise ConfigError(f"ratio={ratio!r} must be a number above 0 and at most 1: the share of elements to send.")
+
+
+def _num_blocks(numel: int) -> int:
+    return max(1, -(-numel // BLOCK))
 
 
 def _count(ratio: float, numel: int) -> int:

@@ -62,7 +62,8 @@ class BucketPlanner:
             if len(self._bucket_bytes) == 1:
                 limits = self._bucket_bytes[0]
                 if not fills:
-                    limits = bucket_limit([specs[each] for each in self._order], limits)
+                    num_hosts = len(set(replica.transport.hosts))
+                    limits = bucket_limit([specs[each] for each in self._order], limits, num_hosts)
             self._cut = plan_buckets(specs, self._order, limits, fills=fills)
         return self._cut
 

@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from murmura.collectives.chunks import is_small
+from murmura.collectives.reduction import BITWISE
 from murmura.transports.checks import Pairs
 from murmura.types import ReduceOp
 
 PART_BYTES = 2**20
 UNUSED_TAG = 2**31 - 1
+FIRST_SIZE_TAG, MAX_SIZE_TAGS = 16, 2**30  # tags of messages inside a collective; smaller ones have other uses
 OPS: dict[ReduceOp, Any] = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
     ReduceOp.MEAN: dist.ReduceOp.SUM,  # then divided: not every group has a mean
@@ -30,6 +33,16 @@ MEAN: Any = dist.ReduceOp.AVG
 NATIVE_DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64
 )  # fmt: skip
+
+
+def has_all_reduce(kind: str, flat: Tensor, op: ReduceOp, world_size: int) -> bool:
+    """Whether a group of that kind reduces `flat` itself, and not slower than an exchange between all ranks.
+
+    Gloo does so in a ring, whose 2 (n - 1) steps wait for each other; of a small tensor an exchange has one or two.
+    """
+    if flat.dtype not in NATIVE_DTYPES or ("nccl" in kind and op in BITWISE):
+        return False
+    return kind != "gloo" or not is_small(flat.nbytes, world_size)
 
 
 def all_to_all_options() -> Any:
@@ -61,11 +74,14 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((length * len(parts),), (1,))
 
 
-def start(group: Any, device: torch.device | None, sends: Pairs, recvs: Pairs) -> Any:
-    """Start all messages and return their works; on a GPU, `device`, as one, or they would wait for each other."""
+def start(group: Any, device: torch.device | None, sends: Pairs, recvs: Pairs, *, by_size: bool = False) -> Any:
+    """Start all messages and return their works; on a GPU, `device`, as one, or they would wait for each other.
+
+    If `by_size`, messages of different sizes never meet: Gloo would abort the process that gets more than it expects.
+    """
     if device is None:
-        works = [group.recv([out.view(torch.uint8)], src, 0) for out, src in recvs]
-        return works + [group.send([tensor.view(torch.uint8)], dst, 0) for tensor, dst in sends]
+        works = [group.recv([out.view(torch.uint8)], src, _tag(out, by_size)) for out, src in recvs]
+        return works + [group.send([tensor.view(torch.uint8)], dst, _tag(tensor, by_size)) for tensor, dst in sends]
     # A group of torch.distributed asks for the device; a bare backend has one.
     of_device = [device] if isinstance(group, dist.ProcessGroup) else []
     group._start_coalescing(*of_device)
@@ -74,6 +90,10 @@ def start(group: Any, device: torch.device | None, sends: Pairs, recvs: Pairs) -
     for tensor, dst in sends:
         group.send([tensor.view(torch.uint8)], dst, 0)
     return group._end_coalescing(*of_device)
+
+
+def _tag(tensor: Tensor, by_size: bool) -> int:
+    return FIRST_SIZE_TAG + tensor.nbytes % MAX_SIZE_TAGS if by_size else 0
 
 
 def stream(

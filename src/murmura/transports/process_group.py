@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from murmura.collectives.deadline import Deadline
-from murmura.collectives.reduction import BITWISE
 from murmura.errors import ConfigError, PeerTimeout, RendezvousError, TransportError, UsageError
 from murmura.transports import agreement, group_operations
 from murmura.transports.base import Pairs, Transport
@@ -236,7 +235,7 @@ class ProcessGroupTransport(LaunchingTransport):
     def all_reduce_flat(
         self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None
     ) -> None:
-        if flat_out.dtype not in group_operations.NATIVE_DTYPES or (self._on_cuda and op in BITWISE):
+        if not group_operations.has_all_reduce(self._kind, flat_out, op, self.world_size):
             super().all_reduce_flat(flat_in, flat_out, op, call, timeout)
             return
         self.compare_calls(call, timeout)
@@ -316,9 +315,10 @@ class ProcessGroupTransport(LaunchingTransport):
         """Exchange flat tensors as bytes; receives are posted first (on Gloo that is twice as fast)."""
         if not sends and not recvs:
             return
-
         device = self.device if self._on_cuda else None
-        self.await_works(lambda limit: group_operations.start(self._group, device, sends, recvs), timeout)
+        by_size = self._kind == "gloo" and self.operation != "exchange"
+        start = partial(group_operations.start, self._group, device, sends, recvs, by_size=by_size)
+        self.await_works(lambda limit: start(), timeout)
 
     def _exchange_checked(self, outgoing: Pairs, incoming: Pairs, sends: Pairs, recvs: Pairs, timeout: float) -> None:
         deadline = Deadline(timeout)

@@ -30,6 +30,7 @@ from murmura.tools.bench.network_contestants import (
     BARE,
     TORCH_DDP,
     TORCHS,
+    exchanges_in_background,
     formula_bytes,
     method_of,
     period,
@@ -37,7 +38,7 @@ from murmura.tools.bench.network_contestants import (
     steps_per_batch,
     warm_up_steps,
 )
-from murmura.tools.bench.steps import SENT_BYTES, SENT_PACKETS, Method, prepare
+from murmura.tools.bench.steps import BURST_BYTES, CPU, SENT_BYTES, SENT_PACKETS, Method, prepare
 from murmura.tools.lab import Hosts
 from murmura.tools.lab.network import Counters, interface_traffic
 from murmura.tools.options import check_seconds, raise_faults
@@ -64,7 +65,7 @@ class NetworkSpec:
     hosts: int = 4  # how many are simulated; each holds one rank
     rates: tuple[str, ...] = ("100mbit", "1gbit")  # of every host's link, in both directions, one measurement each
     algorithms: tuple[str, ...] = tuple(algorithm_names())  # by name, who is measured
-    with_torch: bool = True  # whether torch's DDP is measured beside them
+    against: tuple[str, ...] = TORCHS  # which forms of torch's DDP are measured beside them
     seconds: float = 120.0  # for each rate, all contestants together; `MIN_ROUNDS` are measured in any case
     model: MLP = MODEL  # what they train
 
@@ -78,7 +79,7 @@ class NetworkSpec:
 
     def contestants(self) -> list[str]:
         """Return the contestants, in the order of the table."""
-        return [*(TORCHS if self.with_torch else ()), *self.algorithms, BARE]
+        return [*self.against, *self.algorithms, BARE]
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,12 @@ class NetworkRow:
     rate: str
     step_ms: float
     quartiles: tuple[float, float]
+    cpu_ms: float
     bytes: float
     bytes_by_host: tuple[float, ...]
     payload_bytes: float
     formula_bytes: float
+    in_flight_bytes: float | None
     ratio: float | None
     rounds: int
     batch: int
@@ -172,10 +175,12 @@ def rows_at(rate: str, samples: Sequence[Sample], shapes: Sequence[Sequence[int]
             rate=rate,
             step_ms=sample.seconds * 1e3,
             quartiles=sample.quartiles(1e3),
+            cpu_ms=statistics.median(each[CPU] for of_rank in sample.figures for each in of_rank) * 1e3,
             bytes=sent,
             bytes_by_host=tuple(by_host),
             payload_bytes=sent - HEADER_BYTES * packets,
             formula_bytes=formula_bytes(sample.contestant, shapes, len(by_host)),
+            in_flight_bytes=max(sample.by_round(BURST_BYTES)) or None,
             ratio=torchs / sample.seconds if torchs is not None else None,
             rounds=sample.rounds,
             batch=sample.batch,
@@ -229,6 +234,7 @@ def measure(
         alone = []
         for each in contestants:
             closing.callback(each.close)
+            each.counts_bursts = exchanges_in_background(each.name)
             each.batch = warm_up_steps(each.name)
             each.run_batch(0)
             each.batch = period(each.name)

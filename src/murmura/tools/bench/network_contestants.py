@@ -41,6 +41,12 @@ def period(name: str) -> int:
     return 1 if algorithm is None else algorithm.period
 
 
+def exchanges_in_background(name: str) -> bool:
+    """Whether an exchange goes on during the steps that follow, and another begins only some steps later."""
+    algorithm = algorithm_of(name)
+    return algorithm is not None and algorithm.hides_exchange and algorithm.period > 1
+
+
 def warm_up_steps(name: str) -> int:
     """Return the number of warm-up steps, after which all steps do the same work."""
     own = int(getattr(algorithm_of(name), "warmup_rounds", 0))

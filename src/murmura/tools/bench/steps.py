@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from murmura.tools.lab.network import Counters
 NUM_BATCHES = 8  # of data, in rotation
 PHASES = ("forward", "backward", "optimizer")
 CPU = 1 + len(PHASES)  # where the figures of a batch hold the processor time; the interface's bytes and packets follow
-SENT_BYTES, SENT_PACKETS = CPU + 1, CPU + 2
+SENT_BYTES, SENT_PACKETS, BURST_BYTES = CPU + 1, CPU + 2, CPU + 3
+QUIET = 0.02  # of the bytes of a batch: a step that sends less sends nothing of an exchange
 
 
 def nothing() -> None:
@@ -58,8 +60,11 @@ class TrainingStep(Contestant):
     """A method with its module, its optimizer, and its place in the data.
 
     The figures of a batch are the seconds of a step, of each of its `PHASES`, the processor time of all threads, and,
-    if `traffic` counts what this host's interface has carried, bytes and packets that were sent.
+    if `traffic` counts what this host's interface has carried, bytes and packets that were sent, and the bytes of the
+    longest burst: of the steps from one that sends nothing to the next, where `counts_bursts` (otherwise 0).
     """
+
+    counts_bursts = False
 
     def __init__(
         self,
@@ -100,6 +105,7 @@ class TrainingStep(Contestant):
         self._transport.barrier()
         before = self._traffic() if self._traffic else None
         spent = [0.0] * len(PHASES)
+        sent_by_step: list[int] = []
         cpu_began, began = time.process_time(), time.perf_counter()
         last = began
         for _ in range(self.batch):
@@ -109,12 +115,26 @@ class TrainingStep(Contestant):
             for phase, seconds in enumerate((forward - last, backward - forward, ended - backward)):
                 spent[phase] += seconds
             last = ended
+            if self._traffic and self.counts_bursts:
+                sent_by_step.append(self._traffic().tx_bytes)
         figures = [last - began, *spent, time.process_time() - cpu_began]
         if self._traffic and before:
             self._transport.barrier()  # what was sent has arrived
             sent = self._traffic() - before
             figures += [float(sent.tx_bytes), float(sent.tx_packets)]
+            steps = [before.tx_bytes, *sent_by_step, before.tx_bytes + sent.tx_bytes]
+            burst = longest_burst([after - earlier for earlier, after in itertools.pairwise(steps)])
+            return [*(figure / self.batch for figure in figures), burst if sent_by_step else 0.0]
         return [figure / self.batch for figure in figures]
+
+
+def longest_burst(sent: Sequence[int]) -> float:
+    """The most bytes that were sent in steps one after another, of which each sent some."""
+    longest = current = 0
+    for each in sent:
+        current = current + each if each > QUIET * sum(sent) else 0
+        longest = max(longest, current)
+    return float(longest)
 
 
 def prepare(

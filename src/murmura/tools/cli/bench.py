@@ -21,6 +21,7 @@ from murmura.tools.bench.ddp import DDPSpec, run_ddp
 from murmura.tools.bench.ddp_report import report_of
 from murmura.tools.bench.models import MODELS
 from murmura.tools.bench.network import NetworkSpec, run_network
+from murmura.tools.bench.network_contestants import TORCHS
 from murmura.tools.bench.sizes import format_size, parse_size
 from murmura.tools.cli.bench_tables import (
     all_reduce_table,
@@ -90,7 +91,7 @@ def parse_bandwidth(entry: str) -> str:
     try:
         parse_rate(rate)
     except ConfigError:
-        raise ConfigError(f"--bandwidth {entry!r} is no rate of a link. Write a list like 100mbit,1gbit.") from None
+        raise ConfigError(f"--rate {entry!r} is no rate of a link. Write a list like 100mbit,1gbit.") from None
     return rate
 
 
@@ -263,11 +264,14 @@ def network(
     bandwidth: Annotated[
         str,
         typer.Option(
-            "--bandwidth", "--rate", help="Bandwidths of each host's link, in both directions: a list.", metavar="LIST"
+            "--rate", "--bandwidth", help="Bandwidths of each host's link, in both directions: a list.", metavar="LIST"
         ),
     ] = ",".join(DEFAULTS.rates),
     algorithms: Algorithms = "all",
-    against: Against = TORCH_DDP,
+    against: Annotated[
+        str,
+        typer.Option(help=f"Forms of torch's DDP on Gloo to measure: a list of {', '.join(TORCHS)}.", metavar="LIST"),
+    ] = ",".join(TORCHS),
     seconds: Annotated[
         float, typer.Option(help="Seconds to measure each rate, all contestants together; at least 3 rounds.")
     ] = DEFAULTS.seconds,
@@ -278,16 +282,16 @@ def network(
     The hosts are network namespaces, so it needs root and iproute2. All contestants train the same MLP of 10 million
     parameters, which computes little, in the same processes, and take turns, round by round. Algorithms that
     communicate once in 20 steps are timed over whole periods. "x torch DDP" says how many times as long torch's DDP
-    took.
+    took; "CPU" is the processor time of a rank, all threads together.
 
-    For example: `murmura bench network --hosts 4 --bandwidth 100mbit,1gbit --against torch-ddp --json result.json`
+    For example: `murmura bench network --hosts 4 --rate 100mbit,1gbit --algorithms powersgd --json result.json`
     """
     with exit_on_error():
-        parse_list(against, one_of([TORCH_DDP], "--against"))
         spec = NetworkSpec(
             hosts=hosts,
             rates=parse_list(bandwidth, parse_bandwidth),
             algorithms=parse_algorithms(algorithms),
+            against=parse_list(against, one_of(TORCHS, "--against")),
             seconds=seconds,
         )
         for name in spec.algorithms:

@@ -192,16 +192,18 @@ def network_table(report: NetworkReport, rate: str) -> Table:
         f"{report.spec.hosts} hosts, links of {rate}: {report.spec.model.about}",
         f"{slower_than_all_reduce(rows)}\nmedians of the slowest rank, in brackets the quartiles; MB sent by a host in "
         f"a step, after headers; load before the start: {digits(report.load_before)}",
-        ["algorithm", "step, ms", "x torch DDP", "MB sent", "by formula", "off by"],
+        ["algorithm", "step, ms", "x torch\nDDP", "CPU,\nms", "MB\nsent", "by\nformula", "off by", "MB in\nflight"],
     )
     for row in rows:
         table.add_row(
             row.algorithm,
             spread(row.step_ms, row.quartiles),
             ratio(row.ratio),
+            digits(row.cpu_ms),
             digits(row.payload_bytes / 1e6),
             digits(row.formula_bytes / 1e6),
             f"{row.bytes_off:+.1%}" if row.formula_bytes else "-",
+            digits(row.in_flight_bytes / 1e6) if row.in_flight_bytes else "-",
         )
     return table
 
