@@ -77,7 +77,7 @@ def pretend(transport: Transport) -> None:
     cuda.set_stream = lambda stream: streams.update(current=stream)
     cuda.stream = cuda.device = lambda _: contextlib.nullcontext()
 
-    def start(group: Any, device: Any, sends: Any, recvs: Any) -> None:
+    def start(group: Any, device: Any, sends: Any, recvs: Any, **options: Any) -> None:
         works = [group.recv([out.view(torch.uint8)], src, 0) for out, src in recvs]
         for work in [*works, *(group.send([tensor.view(torch.uint8)], dst, 0) for tensor, dst in sends)]:
             work.wait()

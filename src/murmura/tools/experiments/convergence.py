@@ -195,9 +195,8 @@ def evaluated_at(steps: int) -> list[int]:
 
 
 def train(run: Run) -> list[float]:
-    """Train in four threads of this process, and return the excess loss at `evaluated_at`."""
-    curve: list[float] = run_world(_learn, RANKS, run)[0]
-    return curve
+    """Train in four threads of this process, and return the excess loss at `evaluated_at`, as results files hold it."""
+    return [float(f"{each:.5g}") for each in run_world(_learn, RANKS, run)[0]]
 
 
 def _learn(transport: Transport, run: Run) -> list[float]:
@@ -227,7 +226,7 @@ def read(path: Path) -> Results:
 
 def append(path: Path, run: Run, curve: Sequence[float]) -> None:
     """Add a finished run to `path`."""
-    line = json.dumps({**dataclasses.asdict(run), "excess": [float(f"{each:.5g}") for each in curve]})
+    line = json.dumps({**dataclasses.asdict(run), "excess": list(curve)})
     with path.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
 
