@@ -119,6 +119,12 @@ class AlgorithmImpl:
         there overlaps with backward, and to block would hold backward up.
         """
 
+    def parameters_unused(self, names: Sequence[str]) -> None:
+        """Called before `after_backward` if no rank has a gradient of these parameters, on every rank with the same.
+
+        They were exchanged as zeros, and stay without a gradient: what came back of them is thrown away.
+        """
+
     def after_backward(self) -> None:
         """Called when backward is over and every bucket of the round has been exchanged."""
 

@@ -77,6 +77,13 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
             mean(as_real(bucket.flat))
         hierarchy.spread(bucket.flat)
 
+    def parameters_unused(self, names: Sequence[str]) -> None:
+        if self._exchanges_compressed:
+            unused = set(names)
+            for bucket in self._replica.buckets:
+                if not unused.isdisjoint(bucket.names):
+                    self._compressed_mean(bucket).restore_kept_of(unused, bucket.names, _real_numels(bucket))
+
     @property
     def _exchanges_compressed(self) -> bool:
         leaders = self._hierarchy.leaders

@@ -67,6 +67,9 @@ class PhasedImpl(AlgorithmImpl):
     def on_bucket_ready(self, bucket: Bucket) -> None:
         self.running.on_bucket_ready(bucket)
 
+    def parameters_unused(self, names: Sequence[str]) -> None:
+        self.running.parameters_unused(names)
+
     def after_backward(self) -> None:
         self.running.after_backward()
 

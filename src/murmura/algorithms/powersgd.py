@@ -212,6 +212,12 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
 
     # Steps
 
+    def parameters_unused(self, names: Sequence[str]) -> None:
+        self._errors.restore_those_of(names)
+        self._factors.restore_those_of(names)
+        unused = set(names)  # whose errors are in these flats again
+        self._kept_flats = {others: each for others, each in self._kept_flats.items() if unused.isdisjoint(others)}
+
     def after_backward(self) -> None:
         self._rounds_since_step += 1
 

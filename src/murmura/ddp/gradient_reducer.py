@@ -33,11 +33,11 @@ NUM_OUTSIDE = 2  # how many buckets' gradients may wait outside them, which take
 
 
 class GradientReducer:
-    """The gradients of one model on one rank; `exchange` is what the algorithm does with a full bucket."""
+    """The gradients of one model on one rank."""
 
     def __init__(self, replica: ModelReplica, planner: BucketPlanner, *, as_views: bool) -> None:
-        self.exchange: Callable[[Bucket], None]
-        self.hook: CommHook | None = None  # takes the place of `exchange`
+        self._algorithm: AlgorithmImpl
+        self.hook: CommHook | None = None  # takes the place of the algorithm
         self._as_views = as_views  # gradients are views of the buckets, and not copied out of them
         self._has_graphs = False  # some came with a graph of their own, and so in their own memory
         self._replica = replica
@@ -48,6 +48,10 @@ class GradientReducer:
         self._background = BackgroundExchanges(replica.transport)
         self._before: list[Tensor] | None = None  # gradients of earlier rounds, once asked for
         self.use([])
+
+    def serve(self, algorithm: AlgorithmImpl) -> None:
+        """Let `algorithm` exchange the buckets from the next round on."""
+        self._algorithm = algorithm
 
     def plan(self, *, wanted: bool) -> None:
         """See to it that there are buckets if `wanted`, and otherwise none."""
@@ -254,7 +258,7 @@ class GradientReducer:
                 outside.clear()  # their memory is free for the rest of backward
             with exchanging(self.observer, "bucket", bucket.index):
                 if finish is None:
-                    self.exchange(bucket)
+                    self._algorithm.on_bucket_ready(bucket)
                 else:
                     finish()
 
@@ -285,11 +289,15 @@ class GradientReducer:
     def _settle(self, tail: Tail, weighs: bool, number: int) -> None:
         """Give every parameter that any rank used its mean gradient; leave the others without."""
         contents = tail.read(number)
-        shares = iter(contents.used)
+        shares, unused = iter(contents.used), []
         for bucket, ready in zip(self.buckets, self._ready, strict=True):
             for slot, parameter in enumerate(bucket.parameters):
-                if next(shares) > 0 and not ready[slot]:
+                if next(shares) == 0:
+                    unused.append(bucket.names[slot])
+                elif not ready[slot]:
                     parameter.grad = bucket.views[slot]
+        if unused and self.hook is None:
+            self._algorithm.parameters_unused(unused)
         if weighs and contents.weight not in (0.0, 1.0):
             self._weigh(contents.weight)
 

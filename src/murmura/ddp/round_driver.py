@@ -94,7 +94,7 @@ class RoundDriver:
         """Run `algorithm` from the next round on."""
         self.algorithm = self.settling.algorithm = algorithm
         self.reducer.plan(wanted=self._exchanges_gradients)
-        self.reducer.exchange = algorithm.on_bucket_ready
+        self.reducer.serve(algorithm)
         self._trained.restart()
         algorithm.setup(self.replica)
 
