@@ -115,22 +115,22 @@ class LossyGradients(MeanGradients):
     def end(self) -> Waiting:
         rank, size = self.rank, self.rank.board.size
         mine = {name: None if each.grad is None else each.grad.clone() for name, each in rank.included()}
-        everyone = yield from rank.exchange("gradients", (rank.weight, mine))
-        used = {name for _, theirs in everyone for name, each in theirs.items() if each is not None}
+        everyone = yield from rank.exchange("gradients", (rank.weight, mine, dict(rank.own_gradients)))
+        used = {name for _, theirs, _ in everyone for name, each in theirs.items() if each is not None}
         zeros = {name: torch.zeros_like(each) for name, each in rank.included()}
-        whole = [{name: zeros[name] if each is None else each for name, each in own.items()} for _, own in everyone]
+        weight = sum(weight for weight, *_ in everyone) / size
+        whole = []
+        for _, theirs, new in everyone:  # ranks without data bring zeros; what earlier rounds left is a mean already
+            own = {name: zeros[name] if each is None else each for name, each in theirs.items()}
+            if weight not in (0.0, 1.0):
+                recent = {name: zeros[name] if theirs[name] is None else new.get(name, zeros[name]) for name in own}
+                own = {name: recent[name] / weight + (each - recent[name]) for name, each in own.items()}
+            whole.append(own)
         means: Shares = yield from self.mean(whole, used)
         self.take_back_of({name for name, _ in rank.included()} - used)
-        weight = sum(weight for weight, _ in everyone) / size
         for name, parameter in rank.included():
-            if name not in used:
-                continue
-            new = means[name]
-            if weight not in (0.0, 1.0):  # ranks without data brought zeros; what earlier rounds left is a mean already
-                own = mine[name]
-                earlier = zeros[name] if own is None else own - rank.own_gradients.get(name, zeros[name])
-                new = (new - earlier) / weight + earlier
-            parameter.grad = new.clone()
+            if name in used:
+                parameter.grad = means[name].clone()
         self.num_rounds += 1
 
 

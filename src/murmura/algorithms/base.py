@@ -84,6 +84,12 @@ class AlgorithmImpl:
     averages = True
     """Whether gradients come back as a mean, which uneven data then weights."""
 
+    weighs_first = False
+    """Whether uneven data weights the gradients before their exchange, and not the mean that comes back.
+
+    So where messages carry more than gradients, such as what earlier ones lost, which must count once.
+    """
+
     def __init__(self, process_group: Transport, **choices: Any) -> None:
         """Made by `Algorithm.reify` with the fields of the declaration, which become attributes of the same names."""
         self.process_group = process_group

@@ -40,6 +40,7 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     def __init__(self, process_group: Transport, **choices: Any) -> None:
         super().__init__(process_group, **choices)
         self.averages = self.average
+        self.weighs_first = self.compressor is not None
         self._hierarchy = Hierarchy(process_group, self.hierarchical)
         self._codec = CodecThread()
         self._means: dict[int, CompressedMean] = {}  # by index of the bucket

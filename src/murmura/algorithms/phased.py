@@ -47,6 +47,10 @@ class PhasedImpl(AlgorithmImpl):
         return self.running.averages
 
     @property
+    def weighs_first(self) -> bool:  # type: ignore[override]
+        return self.running.weighs_first
+
+    @property
     def weight_in_mean(self) -> float:
         return self.running.weight_in_mean
 

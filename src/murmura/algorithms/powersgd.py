@@ -71,6 +71,7 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
 
     exchanges = Exchanges.GRADIENTS
     works_alone = False
+    weighs_first = True
 
     rank: int
     warm_start: bool
