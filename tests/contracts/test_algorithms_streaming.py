@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,6 +55,32 @@ SHAPES = ((4, 4, 1, 0.5), (4, 2, 2, 0.5), (5, 2, 1, 0.25), (3, 1, 3, 0.0), (3, 3
 
 def streaming(interval: int, fragments: int, overlap: int, alpha: float, **choices: Any) -> StreamingDiLoCoAlgorithm:
     return StreamingDiLoCoAlgorithm(interval, fragments=fragments, overlap=overlap, alpha=alpha, **choices)
+
+
+def save_and_load(transport: Transport, saved: Any, here: Any) -> str:
+    """The refusal of a state of one choice by another one, or nothing."""
+    with closing(DDP(torch.nn.Linear(9, 9), transport, algorithm=saved)) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for _ in range(4):
+            ddp(torch.full((1, 9), transport.rank + 1.0)).sum().backward()
+            optimizer.step()
+        state = ddp.algorithm_state_dict()
+    with closing(DDP(torch.nn.Linear(9, 9), transport, algorithm=here)) as ddp:
+        try:
+            ddp.load_algorithm_state_dict(state)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_what_compression_left_over_of_other_fragments_is_refused() -> None:
+    two, four = (StreamingDiLoCoAlgorithm(4, fragments=each, overlap=1) for each in (2, 4))
+    for text in run_world(partial(save_and_load, saved=two, here=four), 2, timeout=SECONDS):
+        assert "left over in 2 pieces" in text
+        assert "4 are compressed apart, with fragments=4" in text
+    lossless = replace(two, compressor=None)
+    assert run_world(partial(save_and_load, saved=two, here=two), 2, timeout=SECONDS) == [""] * 2
+    assert run_world(partial(save_and_load, saved=lossless, here=lossless), 2, timeout=SECONDS) == [""] * 2
 
 
 def uint4() -> Feedback:

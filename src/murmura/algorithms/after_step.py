@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -121,3 +123,7 @@ class AfterStepImpl(AlgorithmImpl, ABC):
     def weights_replaced(self) -> None:
         self.use(self._weights)
         self._is_restarted = True
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Who overrides it calls it too: with a state that goes with the weights, no rank starts from their mean."""
+        self._is_restarted = False

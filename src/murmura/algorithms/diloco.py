@@ -203,7 +203,11 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
     def parameters_added(self) -> None:
         self._await_exchange()
         residuals = self._residuals()
-        super().parameters_added()
+        state, self._weights = self.state_dict(), self._weights.extended()
+        self.use(self._weights)
+        if len(state["compressed"]) != len(self._means()):  # what is left over comes by name
+            state["compressed"] = []
+        self.load_state_dict(state)
         self._set_residuals(*residuals)
 
     def _residuals(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -263,21 +267,31 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._await_exchange()
-        self._is_restarted = False
+        self._load_residuals(state["compressed"])
+        super().load_state_dict(state)
         for own, saved in ((self._theta, state["theta"]), (self._velocity, state["velocity"])):
             flats = self._as_flats(own)
             self._weights.load_by_name(flats, saved)
             for each, flat in zip(own, flats, strict=True):
                 each.copy_(flat[: each.numel()])
-        means = self._means()
-        if len(state["compressed"]) == len(means):
-            for mean, saved in zip(means, state["compressed"], strict=True):
-                mean.load_state_dict(saved)
         arrival = state.get("arrival")
         if arrival is not None:
             parts = [([Piece(*each) for each in pieces], stage.clone()) for pieces, stage in arrival["parts"]]
             arrival = _Arrival(arrival["fragment"], arrival["round"], parts)
         self._arrival = arrival
+
+    def _load_residuals(self, states: Sequence[Mapping[str, Any]]) -> None:
+        means = self._means()
+        if len(states) == len(means):
+            for mean, state in zip(means, states, strict=True):
+                mean.load_state_dict(state)
+        elif any(any(state["encoders"]) or state["mean_encoder"] for state in states):
+            raise ConfigError(
+                f"this state holds what compression left over in {len(states)} pieces of the parameters, and here "
+                f"{len(means)} are compressed apart, with fragments={self.fragments} and "
+                f"compressor={self.compressor!r}. Go on with the choices that it was saved with, or leave the "
+                "algorithm's state out."
+            )
 
     def _by_name(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
         named = self._weights.by_name(self._as_flats(values))

@@ -190,7 +190,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
                 "replicas of two neighbours it holds are of other ranks now. Go on with the same ranks in the same "
                 "places, or start the algorithm anew from averaged weights (ddp.average_parameters())."
             )
-        self._is_restarted = False
+        super().load_state_dict(state)
         if self._w:
             for own, saved in ((self._w, state["w"]), (self._left, state["left"]), (self._right, state["right"])):
                 self._weights.load_by_name(own, saved)

@@ -99,7 +99,7 @@ class PushSumAlgorithmImpl(AfterStepImpl):
                 f"this state was saved by {len(state['w'])} ranks, and here are {self.process_group.world_size}: their "
                 "weights in the mean do not fit. Go on with as many ranks, or start anew from ddp.average_parameters()."
             )
-        self._is_restarted = False
+        super().load_state_dict(state)
         self._w, self._number = list(state["w"]), state["number"]
         for x in self._x:
             x.mul_(self.weight_in_mean)  # of parameters that were frozen then

@@ -22,7 +22,7 @@ from murmura.buckets.flat import plain_memory
 from murmura.ddp.bucket_planner import BucketPlanner
 from murmura.ddp.comm_hook import CommHook
 from murmura.ddp.replica import ModelReplica
-from murmura.ddp.tail import Tail
+from murmura.ddp.tail import DataShares, Tail
 from murmura.errors import MurmuraError, UsageError
 from murmura.observe.observer import Observer, exchanging
 from murmura.transports.cuda_launches import current_stream
@@ -33,11 +33,11 @@ NUM_OUTSIDE = 2  # how many buckets' gradients may wait outside them, which take
 
 
 class GradientReducer:
-    """The gradients of one model on one rank; `exchange` is what the algorithm does with a full bucket."""
+    """The gradients of one model on one rank."""
 
     def __init__(self, replica: ModelReplica, planner: BucketPlanner, *, as_views: bool) -> None:
-        self.exchange: Callable[[Bucket], None]
-        self.hook: CommHook | None = None  # takes the place of `exchange`
+        self._algorithm: AlgorithmImpl
+        self.hook: CommHook | None = None  # takes the place of the algorithm
         self._as_views = as_views  # gradients are views of the buckets, and not copied out of them
         self._has_graphs = False  # some came with a graph of their own, and so in their own memory
         self._replica = replica
@@ -48,6 +48,10 @@ class GradientReducer:
         self._background = BackgroundExchanges(replica.transport)
         self._before: list[Tensor] | None = None  # gradients of earlier rounds, once asked for
         self.use([])
+
+    def serve(self, algorithm: AlgorithmImpl) -> None:
+        """Let `algorithm` exchange the buckets from the next round on."""
+        self._algorithm = algorithm
 
     def plan(self, *, wanted: bool) -> None:
         """See to it that there are buckets if `wanted`, and otherwise none."""
@@ -96,6 +100,7 @@ class GradientReducer:
         self._streams: dict[int, torch.cuda.Stream] = {}  # those on which gradients of the round have come
         self._failure: BaseException | None = None  # of the first exchange of the round that failed
         self._before = None
+        self._weight: float | None = None  # of the round, where it comes before the exchange
         self.observed = []
 
     def use_hook(self, hook: CommHook) -> None:
@@ -161,12 +166,18 @@ class GradientReducer:
                     break
                 self._send(full, number)
 
-    def finish(self, number: int, weight: float, *, averages: bool, weighs: bool, one_by_one: bool = False) -> None:
+    def weigh(self, shares: DataShares) -> None:
+        """Weight the gradients of the buckets that follow by the shares of data, if the algorithm wants that."""
+        weighs_first = self.hook is None and self._algorithm.averages and self._algorithm.weighs_first
+        self._weight = shares.mean if shares.weighs and weighs_first else None
+
+    def finish(self, number: int, shares: DataShares, *, one_by_one: bool = False) -> None:
         """End round `number`: send what has not been sent, wait for all of it, and assign the gradients.
 
-        `weight` is this rank's share of data, by which the mean is weighted if `weighs` and the algorithm `averages`.
+        Where the algorithm averages, means over the ranks become means over the data, of which they have `shares`.
         """
         assert self._tail is not None
+        self.weigh(shares)
         for bucket in self.buckets[len(self._tickets) :]:
             for slot, parameter in enumerate(bucket.parameters):
                 if self._ready[bucket.index][slot]:
@@ -182,11 +193,11 @@ class GradientReducer:
             if one_by_one:
                 self._tickets[-1].wait()
         tail = self._tail
-        tail.write([used for ready in self._ready for used in ready], weight, number)
+        tail.write([used for ready in self._ready for used in ready], shares.own, number)
         self._tickets.append(self._submit(f"the tail of round {number}", tail.exchange, tail.values))
         wait_for(self._tickets)
-        if tail.must_be_read(weighs):
-            self._settle(tail, averages and weighs, number)
+        if tail.must_be_read(shares.weighs):
+            self._settle(tail, self._algorithm.averages and shares.weighs and self._weight is None, number)
         if not self._as_views or self._has_graphs:
             self._copy_out()
         self.reset()
@@ -247,14 +258,17 @@ class GradientReducer:
 
         is_last = bucket.index == len(self.buckets) - 1
         finish = self.hook.start(bucket, is_last=is_last) if self.hook is not None else None
+        weight = self._weight
 
         def exchange() -> None:
             if outside:
                 self._copy_in(bucket, outside)
                 outside.clear()  # their memory is free for the rest of backward
+            if weight is not None:
+                self._divide(bucket, weight)
             with exchanging(self.observer, "bucket", bucket.index):
                 if finish is None:
-                    self.exchange(bucket)
+                    self._algorithm.on_bucket_ready(bucket)
                 else:
                     finish()
 
@@ -285,21 +299,27 @@ class GradientReducer:
     def _settle(self, tail: Tail, weighs: bool, number: int) -> None:
         """Give every parameter that any rank used its mean gradient; leave the others without."""
         contents = tail.read(number)
-        shares = iter(contents.used)
+        shares, unused = iter(contents.used), []
         for bucket, ready in zip(self.buckets, self._ready, strict=True):
             for slot, parameter in enumerate(bucket.parameters):
-                if next(shares) > 0 and not ready[slot]:
+                if next(shares) == 0:
+                    unused.append(bucket.names[slot])
+                elif not ready[slot]:
                     parameter.grad = bucket.views[slot]
-        if weighs and contents.weight not in (0.0, 1.0):
-            self._weigh(contents.weight)
+        if unused and self.hook is None:
+            self._algorithm.parameters_unused(unused)
+        if weighs:
+            for bucket in self.buckets:
+                self._divide(bucket, contents.weight)
 
-    def _weigh(self, weight: float) -> None:
-        """Turn the mean over the ranks into the mean over the data: ranks without any brought zeros.
+    def _divide(self, bucket: Bucket, weight: float) -> None:
+        """Turn the mean over the ranks into the mean over the data: ranks without any bring zeros.
 
-        What earlier rounds left in the buckets is a mean over the data already.
+        What earlier rounds left in the bucket is a mean over the data already.
         """
-        for index, bucket in enumerate(self.buckets):
-            if self._before:
-                bucket.flat.sub_(self._before[index]).div_(weight).add_(self._before[index])
-            else:
-                bucket.flat.div_(weight)
+        if weight in (0.0, 1.0):
+            return
+        if self._before:
+            bucket.flat.sub_(self._before[bucket.index]).div_(weight).add_(self._before[bucket.index])
+        else:
+            bucket.flat.div_(weight)

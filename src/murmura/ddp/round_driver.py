@@ -94,7 +94,7 @@ class RoundDriver:
         """Run `algorithm` from the next round on."""
         self.algorithm = self.settling.algorithm = algorithm
         self.reducer.plan(wanted=self._exchanges_gradients)
-        self.reducer.exchange = algorithm.on_bucket_ready
+        self.reducer.serve(algorithm)
         self._trained.restart()
         algorithm.setup(self.replica)
 
@@ -260,6 +260,7 @@ class RoundDriver:
         self.joining.uneven.announce(Stage.EXCHANGE)
         self._collects = self._exchanges_gradients
         self.reducer.plan(wanted=self._collects)
+        self.reducer.weigh(self.joining.shares)
         self._sends_early = self.round.begun or not self._trained.thawed()
         return True
 
@@ -301,13 +302,7 @@ class RoundDriver:
                     self._begin_late()
                 observed = list(self.reducer.observed)
                 if self._exchanges_gradients:
-                    self.reducer.finish(
-                        self.replica.round,
-                        self.joining.weight,
-                        averages=self.algorithm.averages,
-                        weighs=self.joining.weighs,
-                        one_by_one=one_by_one,
-                    )
+                    self.reducer.finish(self.replica.round, self.joining.shares, one_by_one=one_by_one)
                 self.joining.round_ended()
                 self.algorithm.after_backward()
                 if self._exchanges_gradients and self.planner.observe(observed):
