@@ -157,6 +157,10 @@ class Transport(Operations, ABC):
         """
         return None
 
+    def prepared_elsewhere(self, prepared: Any, address: int) -> Any:
+        """What `run_prepared` needs for another tensor, at `address`, of as many elements and the same dtype."""
+        return None
+
     def run_prepared(self, prepared: Any, timeout: float | None) -> bool:
         """Repeat an all-reduce in place, synchronously; False if nothing was done, because it must take its turn."""
         return False
