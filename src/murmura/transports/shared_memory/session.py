@@ -79,11 +79,15 @@ class CollectiveSession:
         while self._outgrown:
             self.segment.give_back(self._outgrown.pop())
 
+    def absent_peers(self) -> list[int]:
+        """Who has not entered the collective."""
+        return [peer for peer in self.control.peers if self.control.read(peer, ENTERED) < self.number]
+
     def await_entry(self) -> None:
-        control, number = self.control, self.number
-        if control.any_below(ENTERED, number):
+        control = self.control
+        if control.any_below(ENTERED, self.number):
             control.wait(
-                lambda: [peer for peer in control.peers if control.read(peer, ENTERED) < number],
+                self.absent_peers,
                 self._operation,
                 self._timeout,
                 spin=self._spin,

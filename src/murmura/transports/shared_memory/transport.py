@@ -172,6 +172,10 @@ class SharedMemoryTransport(Transport):
     def has_spare_core(self) -> bool:
         return self._segment.world_size * torch.get_num_threads() < len(os.sched_getaffinity(0))
 
+    def absent_peers(self) -> list[int]:
+        absent = [] if self.closed else self._session.absent_peers()
+        return [self.reporter.world_rank(peer) for peer in absent]
+
     def observe_waiting(self, probe: Probe | None) -> None:
         self._control.probe = probe
 
