@@ -14,6 +14,7 @@ from murmura.transports.base import Transport
 from murmura.types import ReduceOp
 
 NUM_KNOWN = 1024
+NOWHERE = 0  # the address of no tensor that has elements
 
 
 class RepeatedAllReduces:
@@ -21,7 +22,7 @@ class RepeatedAllReduces:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._known: dict[tuple[Any, ...], dict[int, Any]] = {}  # of each kind, by address
+        self._known: dict[tuple[Any, ...], dict[int, Any]] = {}  # of each kind, by address; one of them at NOWHERE too
         self._num_known = 0
 
     def find(self, tensor: Tensor, opts: Any) -> Any:
@@ -34,12 +35,8 @@ class RepeatedAllReduces:
         address = tensor.data_ptr()
         prepared = known.get(address)
         if prepared is None:
-            prepared = self._transport.prepared_elsewhere(next(iter(known.values())), address)
-            if self._num_known >= NUM_KNOWN:
-                self.clear()  # `known` too is built up anew
-                known = self._known[tensor.numel(), tensor.dtype, hash(opts.reduceOp)] = {}
-            known[address] = prepared
-            self._num_known += 1
+            prepared = self._transport.prepared_elsewhere(known[NOWHERE], address)
+            self._keep(tensor, opts, prepared)
         return prepared
 
     def remember(self, tensor: Tensor, opts: Any, row: Tensor, op: ReduceOp) -> None:
@@ -49,10 +46,13 @@ class RepeatedAllReduces:
         prepared = self._transport.prepared_all_reduce(row, op)
         if prepared is None:
             return
+        self._keep(tensor, opts, prepared)
+
+    def _keep(self, tensor: Tensor, opts: Any, prepared: Any) -> None:
         if self._num_known >= NUM_KNOWN:
             self.clear()
         kind = tensor.numel(), tensor.dtype, hash(opts.reduceOp)
-        self._known.setdefault(kind, {})[tensor.data_ptr()] = prepared
+        self._known.setdefault(kind, {NOWHERE: prepared})[tensor.data_ptr()] = prepared
         self._num_known += 1
 
     def clear(self) -> None:
