@@ -56,6 +56,8 @@ def all_cases() -> Iterator[Case]:
             continue
         if (dtype.is_complex and op not in ("SUM", "AVG")) or (collective == "all_reduce_sparse" and op != "SUM"):
             continue
+        if collective == "all_reduce_sparse" and dtype is torch.bool:  # Gloo only where there is nothing to sum
+            continue
         yield from (Case(collective, op, dtype, *way) for way in ways if fits(collective, way[0]))
     for collective, dtype in itertools.product(MOVING, DTYPES):
         yield from (Case(collective, "", dtype, *way) for way in ways if fits(collective, way[0]))
