@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from murmura.algorithms import Algorithm
 from murmura.checkpoint.stateful import Stateful
 from murmura.ddp import DDP
+from murmura.errors import ConfigError
 from murmura.integrations.accelerate import Accelerator
 from murmura.integrations.replica_state import (
     averaged,
@@ -64,6 +65,11 @@ class MurmuraTrainer(Trainer):  # type: ignore[misc]  # Transformers' types are 
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator that wraps the model."""
+        if self.args.fsdp or self.args.deepspeed:  # on CPUs Accelerate would leave them out without a word
+            raise ConfigError(
+                "fsdp and deepspeed in TrainingArguments shard the model, and murmura keeps whole replicas together. "
+                "Use transformers.Trainer for them."
+            )
         super().create_accelerator_and_postprocess()
         self.accelerator = Accelerator.adopt(self.accelerator, self._algorithm)
 
