@@ -294,7 +294,8 @@ def test_shell_files_parse(name: str) -> None:
 def test_shell_files_run(name: str, tmp_path: Path) -> None:
     """Two ranks: those of murmura run and torchrun as two hosts of one rank each, on this one."""
     is_mpi = name == "mpiexec.sh"
-    if is_mpi and shutil.which("mpiexec") is None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    if is_mpi and shutil.which("mpiexec", path=path) is None:
         pytest.skip("there is no mpiexec: pip install mpich")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -302,7 +303,6 @@ def test_shell_files_run(name: str, tmp_path: Path) -> None:
     secret = tmp_path / "job.secret"
     secret.write_text("7f" * 32)
     secret.chmod(0o600)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     variables = {"HEAD": "127.0.0.1", "PORT": port, "RANKS": "2", "RANKS_PER_HOST": "1", "RUNS": str(tmp_path / "runs")}
     environment = {**os.environ, **variables, "PATH": path, "SECRET_FILE": str(secret), "OMP_NUM_THREADS": "1"}
     processes = [
