@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from murmura import DDP, Cast, ConfigError, DiLoCoAlgorithm, ErrorFeedback, InProcessTransport, MinMaxUInt8
-from murmura.algorithms import algorithm_named, algorithm_names
+from murmura.algorithms import algorithm_named, algorithm_names, topology
 from murmura.algorithms.names import _REGISTRY
 from murmura.compressors import compressor_named, compressor_names
 from murmura.compressors import names as compressors
@@ -121,29 +122,41 @@ class Nothing(murmura.Algorithm):
     patience: int = 3
 
 @dataclass(frozen=True)
+class Rare(murmura.LocalSGDAlgorithm):
+    interval: int = 10
+
+@dataclass(frozen=True)
 class Short(murmura.MinMaxUInt8):
     pass
+
+def neighbour(rank, size, number):
+    return murmura.Neighbours([(rank + 1) % size], [(rank - 1) % size], [0.5, 0.5])
+
+def neighbours():
+    return neighbour
 """
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a package were installed that announces two algorithms, one of which cannot be loaded."""
+    """As if a package were installed that announces algorithms, one of which cannot be loaded, and other things."""
     (tmp_path / "outside_murmura.py").write_text(MODULE)
     info = tmp_path / "outside_murmura-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-murmura\nVersion: 1.0\n")
     lines = ["[murmura.algorithms]", "nothing = outside_murmura:Nothing", "broken = outside_murmura:Missing"]
+    lines += ["rare = outside_murmura:Rare"]
     lines += ["[murmura.compressors]", "short = outside_murmura:Short"]
+    lines += ["[murmura.topologies]", "neighbours = outside_murmura:neighbours"]
     (info / "entry_points.txt").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))
-    for registry in (_REGISTRY, compressors._REGISTRY):
+    for registry in (_REGISTRY, compressors._REGISTRY, topology._REGISTRY):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 
 @pytest.mark.usefixtures("package")
 def test_an_installed_package_announces_algorithms() -> None:
-    assert {"nothing", "broken"} < set(algorithm_names())
+    assert {"nothing", "broken", "rare"} < set(algorithm_names())
     assert algorithm_names()[0] == "gradient_allreduce"
     assert "Nothing(patience=5)" in repr(algorithm_named("nothing:patience=5"))
     with pytest.raises(ConfigError, match="'broken' is announced as 'outside_murmura:Missing', which cannot be loaded"):
@@ -160,6 +173,7 @@ def test_a_package_that_cannot_be_loaded_does_not_hide_the_others() -> None:
     lines = dict(line.split(maxsplit=1) for line in listed.stdout.splitlines())
     assert list(lines) == algorithm_names()
     assert lines["nothing"] == "Nothing(patience=3)"
+    assert lines["rare"] == "Rare(interval=10, average_moments=False)"
     assert lines["broken"].startswith("cannot be used: algorithm='broken' is announced as 'outside_murmura:Missing'")
     assert "Repair or remove the package outside-murmura" in lines["broken"]
 
@@ -170,3 +184,18 @@ def test_an_announced_compressor_takes_the_options_of_error_feedback() -> None:
     assert isinstance(made, ErrorFeedback)
     assert (type(made.inner).__name__, made.decay) == ("Short", 0.5)
     assert type(compressor_named("short")).__name__ == "Short"
+
+
+@pytest.mark.usefixtures("package")
+def test_what_a_package_announces_is_compared(tmp_path: Path) -> None:
+    """An algorithm, a topology and a compressor from outside, on ranks that are processes."""
+    names = ["rare:interval=5", "push_sum:topology=neighbours", "gradient_allreduce:compressor=short"]
+    options = ["--task", "mlp", "--ranks", "2", "--steps", "20", "--bandwidth", "local", "--out", tmp_path / "runs"]
+    options += ["--algorithms", ",".join(names), "--json", tmp_path / "result.json"]
+    done = CliRunner().invoke(app, ["compare", *map(str, options)])
+    assert done.exit_code == 0, done.output
+    rows = {row["contestant"]: row for row in json.loads((tmp_path / "result.json").read_text())["rows"]}
+    assert list(rows)[1:] == names
+    assert all(row["final_loss"] > 0 for row in rows.values())
+    for name in names:
+        assert rows[name]["step_bytes"] == pytest.approx(rows[name]["formula_bytes"], rel=0.05), name

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,10 +29,12 @@ from murmura import (
     GradientAllReduceAlgorithm,
     LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
+    MinMaxUInt4,
     MinMaxUInt8,
     ParameterServer,
     QAdamAlgorithm,
     QAdamOptimizer,
+    StreamingDiLoCoAlgorithm,
     TracedTransport,
     Transport,
     run_world,
@@ -156,3 +161,70 @@ def test_a_parameter_server_gets_every_gradient_and_sends_the_mean_down_a_tree()
     num_children = [2, 1, 0, 0]
     wanted = [agreement + TAIL + (rank > 0) * whole + num_children[rank] * whole for rank in range(SIZE)]
     assert sent(Server, keep_buffers=False) == [[each] * 6 for each in wanted]
+
+
+# What is in flight
+
+
+@dataclass
+class Flight:
+    """The bytes that have been handed to a transport and whose exchange is under way, and the most there were."""
+
+    now: int = 0
+    most: int = 0
+    may_land: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, num_bytes: int) -> None:
+        with self.lock:
+            self.now += num_bytes
+            self.most = max(self.most, self.now)
+
+    def end(self, num_bytes: int) -> None:
+        with self.lock:
+            self.now -= num_bytes
+
+
+class Counting(ExchangeOnly):
+    """Counts what is in flight on the channels that are split from it, where an exchange lasts until it may land."""
+
+    def __init__(self, inner: Transport, flight: Flight, *, is_split: bool = False) -> None:
+        super().__init__(inner)
+        self.flight, self.is_split = flight, is_split
+
+    def do_exchange(self, sends: Any, recvs: Any, timeout: float | None) -> None:
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor, _ in sends) if self.is_split else 0
+        self.flight.begin(num_bytes)
+        assert not self.is_split or self.flight.may_land.wait(SECONDS)
+        super().do_exchange(sends, recvs, timeout)
+        self.flight.end(num_bytes)
+
+    def split(self, name: str, ranks: Any = None) -> ExchangeOnly | None:
+        inner = self._inner.split(name, ranks)
+        if inner is None:
+            return None
+        split = Counting(inner, self.flight, is_split=name.endswith("fragments"))
+        self.keep_split(split, ranks)
+        return split
+
+
+def most_in_flight(transport: Transport, algorithm: StreamingDiLoCoAlgorithm) -> int:
+    """The most bytes of this rank's that were ever under way; nothing lands before the round after which it must."""
+    flight = Flight()
+    ddp = DDP(TASK.make_model(), Counting(transport, flight), algorithm=algorithm)
+    optimizer = TASK.make_optimizer(ddp.parameters())
+    for number in range(2 * algorithm.interval):
+        is_awaited = (number + 1) % (algorithm.interval // algorithm.fragments) == 0
+        flight.may_land.set() if is_awaited else flight.may_land.clear()
+        step(ddp, optimizer, TASK, number, transport.rank)
+    flight.may_land.set()
+    ddp.close()
+    assert flight.now == 0
+    return flight.most
+
+
+def test_at_most_one_fragment_is_counted_in_flight() -> None:
+    fragment, whole = (MinMaxUInt4().payload_bytes(numel, torch.float32) for numel in (65, 259))
+    algorithm = StreamingDiLoCoAlgorithm(8, fragments=4, overlap=1)
+    for most in run_world(most_in_flight, 2, algorithm, timeout=SECONDS):
+        assert 0 < most <= fragment < whole / 3

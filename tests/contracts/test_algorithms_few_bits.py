@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts.catalogue import FEW_BYTES, INNER, Entry, layouts, rule_of
+from contracts.catalogue import INNER, layouts, rule_of
 from contracts.grids import HOSTS, SIZES, grid
 from contracts.test_algorithms_state import check_resumption
 from contracts.training import assert_close, by_step, regression, spread, step, train_world
@@ -30,7 +30,7 @@ from murmura import (
     run_world,
 )
 from murmura.algorithms import algorithm_named
-from oracles.algorithms.few_bytes import FeedbackByStream, GatheredDiLoCo, MajorityVote, majority
+from oracles.algorithms.few_bytes import FeedbackByStream, GatheredDiLoCo, GatheredQAdam, MajorityVote, majority
 from oracles.algorithms.gradients import GatheredAllReduce, QAdam
 from oracles.algorithms.simulation import Task, simulate, there_and_back
 from oracles.algorithms.weights import DiLoCo, SparseLoCo
@@ -39,7 +39,7 @@ from worlds import SECONDS
 STEPS = 4
 
 
-@grid("name, size, bucket_size_bytes", tuple(INNER), SIZES, (10**6, 300), sample=8)
+@grid("name, size, bucket_size_bytes", tuple(INNER), SIZES, (10**6, 300), sample=7)
 def test_gradients_with_feedback_are_as_simulated(name: str, size: int, bucket_size_bytes: int) -> None:
     task = regression("momentum", torch.float32)
     algorithm = GradientAllReduceAlgorithm(compressor=ErrorFeedback(INNER[name]()))
@@ -52,7 +52,10 @@ def test_between_hosts(name: str, hosts: Sequence[int]) -> None:
     task = regression("momentum")
     algorithm = GradientAllReduceAlgorithm(True, compressor=ErrorFeedback(INNER[name]()))
     runs = train_world(len(hosts), algorithm, task, STEPS, hosts)
-    assert_close(by_step(runs), simulate(rule_of(name, runs), task, len(hosts), STEPS, hosts))
+    # To the bit, but that what a host of three ranks sends is multiplied and added without rounding in between.
+    is_fused = INNER[name]().gathers and any(hosts.count(host) == 3 for host in hosts)
+    wanted = simulate(rule_of(name, runs), task, len(hosts), STEPS, hosts)
+    assert_close(by_step(runs), wanted, within=1e-9 if is_fused else 0.0)
     assert all(spread(each) == 0 for each in by_step(runs))
 
 
@@ -111,14 +114,6 @@ def test_ranks_that_have_run_out_of_data_do_not_vote() -> None:
         assert found == [[-1.0, -1.0, 1.0], [-1.0, -1.0, 1.0]]
 
 
-@grid("entry, size", FEW_BYTES, SIZES, sample=20)
-def test_every_size(entry: Entry, size: int) -> None:
-    task = entry.fit(regression("momentum"))
-    runs = train_world(size, entry.make(), task, STEPS)
-    assert_close(by_step(runs), simulate(entry.rule(runs), task, size, STEPS))
-    assert not entry.lockstep or all(spread(each) == 0 for each in by_step(runs))
-
-
 @pytest.mark.parametrize("name", ["topk", "randomk", "uint4"])
 def test_changes_of_weights_with_few_bits(name: str) -> None:
     task = regression("adam", torch.float32)
@@ -133,19 +128,24 @@ def test_changes_of_weights_with_few_bits(name: str) -> None:
             tensor
         )
         wanted = simulate(DiLoCo(2, q=streams), task, 3, STEPS)
-    assert_close(by_step(runs), wanted, within=1e-6)  # the order of the outer step's operations differs
+    assert_close(by_step(runs), wanted, within=0.0)
 
 
 def qadam_task(dtype: torch.dtype) -> Task:
     return replace(regression(dtype=dtype), make_optimizer=functools.partial(QAdamOptimizer, lr=0.01, warmup_steps=2))
 
 
-@grid("name, hosts", ("sign", "uint4", "randomk"), (None, [0, 0, 1]), sample=3)
-def test_moments_with_few_bits(name: str, hosts: list[int] | None) -> None:
-    task = qadam_task(torch.float64)
-    runs = train_world(3, QAdamAlgorithm(compressor=ErrorFeedback(INNER[name]())), task, 6, hosts)
-    rule = QAdam(FeedbackByStream(INNER[name]), 2, lr=0.01, hierarchical=True)
-    assert_close(by_step(runs), simulate(rule, task, 3, 6, hosts))
+@grid("name, hosts", tuple(INNER), (*([0] * size for size in SIZES), *HOSTS), sample=14)
+def test_moments_with_few_bits(name: str, hosts: list[int]) -> None:
+    """Not to the bit: the simulation writes Adam's step as the paper does."""
+    task, size = qadam_task(torch.float64), len(hosts)
+    runs = train_world(size, QAdamAlgorithm(compressor=ErrorFeedback(INNER[name]())), task, 6, hosts)
+    rule: QAdam
+    if INNER[name]().gathers:
+        rule = GatheredQAdam(there_and_back(INNER[name]()), 2, lr=0.01, hierarchical=True)
+    else:
+        rule = QAdam(FeedbackByStream(INNER[name]), 2, lr=0.01, hierarchical=True)
+    assert_close(by_step(runs), simulate(rule, task, size, 6, hosts))
     assert all(spread(each) == 0 for each in by_step(runs))
 
 
@@ -194,7 +194,7 @@ def test_sparse_loco_is_as_the_paper_says(size: int) -> None:
     rule = SparseLoCo(2, 0.95, there_and_back(TopKTwoBit(16, 4)))
     name = "sparse_loco:interval=2:compressor=topk2bit(chunk_size=16:count=4:decay=0.95)"
     flats = by_step(train_world(size, name, task, 6))
-    assert_close(flats, simulate(rule, task, size, 6))
+    assert_close(flats, simulate(rule, task, size, 6), within=0.0)
     assert algorithm_named("sparse_loco") == DiLoCoAlgorithm(
         20, 1.0, 0.0, compressor=ErrorFeedback(TopKTwoBit(), decay=0.95)
     )

@@ -97,7 +97,7 @@ def test_models_that_take_turns_do_not_meet(entry: Entry) -> None:
         assert_close(got, plain(entry, task), within=0.0)
 
 
-@every()
+@every(in_pairs=True)
 def test_uneven_data_holds_nobody_up(entry: Entry) -> None:
     """Ranks have 2, 4 and 6 batches; all take six steps, and those that share their steps stay equal."""
     task = entry.fit(regression("sgd", torch.float32))

@@ -34,17 +34,17 @@ def check(entry: Entry, task: Task, within: float = 1e-9, hosts: Sequence[int] |
     return flats
 
 
-@every()
+@every(in_pairs=True)
 def test_an_ordinary_model(entry: Entry) -> None:
     check(entry, regression("momentum"))
 
 
-@every()
+@every(in_pairs=True)
 def test_accumulated_gradients(entry: Entry) -> None:
     check(entry, regression("momentum", accumulate=3))
 
 
-@every()
+@every(in_pairs=True)
 def test_clipped_gradients(entry: Entry) -> None:
     check(entry, regression("momentum", clip=0.05))
 
@@ -77,7 +77,7 @@ def normalised() -> nn.Module:
     return fill(layers).double()
 
 
-@every()
+@every(in_pairs=True)
 def test_batch_norm(entry: Entry) -> None:
     """Ranks see different data, so that their running statistics differ unless they are kept together."""
     flats = check(entry, replace(regression("momentum"), make_model=normalised))
@@ -107,7 +107,7 @@ def loss_of_heads(model: nn.Module, shard: tuple[Tensor, Tensor, list[int]]) -> 
     return ((model(inputs, use=use) - targets) ** 2).mean()
 
 
-@every()
+@every(in_pairs=True)
 def test_unused_parameters(entry: Entry) -> None:
     task = replace(regression("momentum"), make_model=heads, shard=some_heads, loss=loss_of_heads)
     flats = check(entry, task)
@@ -122,7 +122,7 @@ def half_frozen() -> nn.Module:
     return model
 
 
-@every()
+@every(in_pairs=True)
 def test_frozen_parameters(entry: Entry) -> None:
     flats = check(entry, replace(regression("momentum"), make_model=half_frozen))
     frozen = torch.cat([parameter.detach().reshape(-1) for parameter in half_frozen()[0].parameters()])
@@ -173,6 +173,6 @@ def test_bf16_stays_near_full_precision(entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 1]])
-@every(lambda entry: entry.name != "low_precision_decentralized")
+@every(lambda entry: entry.name != "low_precision_decentralized", in_pairs=True)
 def test_hosts_with_accumulation_and_clipping(entry: Entry, hosts: Sequence[int]) -> None:
     check(entry, regression("momentum", accumulate=2, clip=0.05), hosts=hosts)

@@ -77,7 +77,7 @@ def check_resumption(size: int, algorithm: Algorithm, task: Task, hosts: Sequenc
                 assert torch.equal(flat, whole[rank][0][number]), f"rank {rank}, cut after {cut}, step {number}"
 
 
-@every()
+@every(in_pairs=True)
 def test_a_resumed_run_continues_bit_for_bit(entry: Entry) -> None:
     check_resumption(3, entry.make(), entry.fit(regression("momentum", torch.float32)))
 

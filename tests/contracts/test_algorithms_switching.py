@@ -93,7 +93,7 @@ def test_a_wrong_name_is_answered_with_the_right_ones() -> None:
         assert all(f"'{entry.name}'" in words for entry in CATALOGUE)
 
 
-@every()
+@every(in_pairs=True)
 def test_what_comes_after_a_switch_is_what_a_new_wrapper_would_do(entry: Entry) -> None:
     def visit(transport: Transport, first: Algorithm) -> tuple[list[Tensor], list[Tensor]]:
         ddp = DDP(TASK.make_model(), transport, algorithm=first)

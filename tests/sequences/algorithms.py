@@ -31,6 +31,8 @@ def inner_of(name: str) -> Compressor:
             return murmura.Sign(8)
         case "uint4":
             return murmura.MinMaxUInt4(8)
+        case "majority_vote":
+            return murmura.Sign(scaled=False)
         case "sparse_loco":
             return murmura.TopKTwoBit(64, 16)
     raise AssertionError(name)
@@ -70,6 +72,8 @@ def algorithm_of(choice: Choice, layouts: list[Layout]) -> Algorithm:
             return murmura.ByteGradAlgorithm(compressor=MinMaxUInt8(block_size=1))
         case "topk" | "randomk" | "sign" | "uint4":
             return Watched(compressor=ErrorFeedback(inner_of(choice.name)), layouts=layouts)
+        case "majority_vote":
+            return Watched(compressor=inner_of(choice.name), layouts=layouts)
         case "powersgd":
             return murmura.PowerSGDAlgorithm(1, min_compression_rate=1.0)
         case "decentralized":
@@ -90,8 +94,13 @@ def algorithm_of(choice: Choice, layouts: list[Layout]) -> Algorithm:
             return murmura.PushSumAlgorithm(lopsided)
         case "local_sgd":
             return murmura.LocalSGDAlgorithm(choice.interval)
+        case "average_moments":
+            return murmura.LocalSGDAlgorithm(choice.interval, average_moments=True)
         case "diloco":
             return murmura.DiLoCoAlgorithm(choice.interval)
+        case "streaming_diloco":
+            fragments = min(2, choice.interval)
+            return murmura.StreamingDiLoCoAlgorithm(choice.interval, fragments=fragments, overlap=1, compressor=None)
         case "sparse_loco":
             compressor = ErrorFeedback(inner_of(choice.name), decay=0.95)
             return murmura.DiLoCoAlgorithm(choice.interval, 1.0, 0.0, compressor=compressor)

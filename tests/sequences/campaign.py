@@ -1,7 +1,7 @@
 """Runs scripts on worlds of the library and holds every rank, after every action, to the simulation.
 
 ``python -m sequences.campaign --algorithms local_sgd --scripts 500 --world threads`` from the folder of the tests runs
-more of them, and says after how many scripts each kind of failure was found.
+more of them, and says how much of them was compared and after how many scripts each kind of failure was found.
 """
 
 from __future__ import annotations
@@ -58,7 +58,21 @@ class Findings:
     algorithm: str
     world: str
     num_scripts: int = 0
+    num_actions: int = 0
+    num_compared: int = 0  # actions, up to where rounding errors decide what follows
+    num_whole: int = 0  # scripts that were compared to their end
     failures: list[tuple[int, Failure]] = field(default_factory=list)  # with the number of the script, from 1
+
+    def take(self, script: Script, told: Sequence[Told]) -> None:
+        """Compare what the ranks have told of the next script."""
+        wanted = simulate(script, told[0].layouts)
+        self.num_scripts += 1
+        self.num_actions += len(script.actions)
+        self.num_compared += len(wanted[0])
+        self.num_whole += len(wanted[0]) == len(script.actions)
+        failure = compare(script, told, wanted)
+        if failure is not None:
+            self.failures.append((self.num_scripts, failure))
 
     def by_kind(self) -> dict[tuple[frozenset[str], str], list[tuple[int, Failure]]]:
         """The failures by the hazards they may come from and by what was seen; each with the first one first."""
@@ -80,9 +94,8 @@ class Findings:
         return "\n".join(lines)
 
 
-def compare(script: Script, told: Sequence[Told]) -> Failure | None:
-    """The first difference to the simulation, or the error that ended a rank before it."""
-    wanted = simulate(script, told[0].layouts)
+def compare(script: Script, told: Sequence[Told], wanted: Sequence[Tensor]) -> Failure | None:
+    """The first difference to the rows that are wanted of each rank, or the error that ended a rank before it."""
     names = columns(Net(script.buffers))
     parameters = {name for name, _ in Net(script.buffers).named_parameters()}
     is_parameter = torch.tensor([name in parameters for name in names])
@@ -155,10 +168,7 @@ def run_campaign(
         num_done = max(len(told) for told in ends)
         for number, script in enumerate(rest[:num_done]):
             told = [each[number] for each in ends[: script.num_ranks]]
-            findings.num_scripts += 1
-            failure = compare(script, [each for each in told if each is not None])
-            if failure is not None:
-                findings.failures.append((findings.num_scripts, failure))
+            findings.take(script, [each for each in told if each is not None])
     return findings
 
 
@@ -181,7 +191,8 @@ def main() -> int:
         findings = run_campaign(algorithm, seeds, options.world, hazards, options.failures, options.patience)
         seconds = time.monotonic() - start
         print(f"{algorithm} on {options.world}: {findings.num_scripts} scripts in {seconds:.1f} s, ", end="")
-        print(f"{len(findings.failures)} failed", flush=True)
+        print(f"{findings.num_whole} compared to their end, {findings.num_compared} of {findings.num_actions} ", end="")
+        print(f"actions compared, {len(findings.failures)} failed", flush=True)
         if findings.failures:
             print("  " + findings.told(not options.quiet).replace("\n", "\n  "), flush=True)
         failed |= bool(findings.failures)

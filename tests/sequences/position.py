@@ -25,9 +25,13 @@ ALGORITHMS = (
     "push_sum",
     "sparse_loco",
     "qadam_sign",
+    "majority_vote",
+    "average_moments",
+    "streaming_diloco",
 )
 OF_QADAM = ("qadam", "qadam_sign")
-OF_GRADIENTS = ("gradient_allreduce", "bytegrad", "topk", "randomk", "sign", "uint4", "powersgd", *OF_QADAM)
+LOSSY = ("topk", "randomk", "sign", "uint4", "powersgd", "majority_vote")
+OF_GRADIENTS = ("gradient_allreduce", "bytegrad", *LOSSY, *OF_QADAM)
 
 
 class Position:

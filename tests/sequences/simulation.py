@@ -67,6 +67,7 @@ from sequences.actions import (
 from sequences.algorithms import Layout, optimizer_of
 from sequences.compressed_rules import FEW_BYTES, Undetermined
 from sequences.exchanges import Adam, Board, Key
+from sequences.local_rules import LOCAL
 from sequences.rules import RULES, Rule, Waiting, Weights, mean_of
 
 
@@ -103,7 +104,7 @@ class Replica:
         return Adam(self.model, self.script.choice.warmup)
 
     def make_rule(self) -> Rule:
-        return {**RULES, **FEW_BYTES}[self.choice.name](self, self.choice)
+        return {**RULES, **FEW_BYTES, **LOCAL}[self.choice.name](self, self.choice)
 
     def next_layout(self) -> Layout:
         """The parameters in the order in which their gradients travel in the round under way."""

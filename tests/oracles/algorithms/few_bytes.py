@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracles.algorithms.simulation import Feedback, Lossy, Replicas, Rule, chunks, there_and_back
+from oracles.algorithms.gradients import QAdam
+from oracles.algorithms.simulation import Feedback, Lossy, Replicas, Rule, chunks, mean, there_and_back
 from oracles.algorithms.weights import DiLoCo
 
 
@@ -63,10 +64,49 @@ class GatheredDiLoCo(DiLoCo):
         super().__init__(interval)
         self.gathered = q
 
-    def after_step(self, replicas: Replicas) -> None:
-        if (replicas.round + 1) % self.interval == 0:
-            length, flats = replicas.num_parameters(), replicas.flats()
-            replicas.set(
-                torch.cat([self.theta - self.gathered(self.theta - flat[:length]), flat[length:]]) for flat in flats
-            )
-        super().after_step(replicas)
+    def common(self, changes: list[Tensor]) -> Tensor:
+        return mean([self.gathered(each) for each in changes])
+
+
+class Apart(Feedback):
+    """Loses nothing, and remembers what each sender sent of each chunk."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.clone)
+        self.sent: dict[Hashable, Tensor] = {}
+
+    def send(self, tensor: Tensor, stream: Hashable) -> Tensor:
+        self.sent[stream] = tensor.clone()
+        return tensor.clone()
+
+    def take(self, num_senders: int) -> list[Tensor]:
+        chunks = range(num_senders)
+        found = [torch.cat([self.sent[None, chunk, sender] for chunk in chunks]) for sender in range(num_senders)]
+        self.sent = {}
+        return found
+
+
+class GatheredQAdam(QAdam):
+    """As QAdam, with mean q(m + e), where e is what q lost of a sender's moments before."""
+
+    def __init__(self, q: Lossy, warmup: int, **choices: Any) -> None:
+        self.apart = Apart()
+        super().__init__(self.apart, warmup, **choices)  # type: ignore[arg-type]
+        self.gathered = q
+        self.lost: list[Tensor] = []
+
+    def before_step(self, replicas: Replicas) -> None:
+        super().before_step(replicas)
+        if not self.apart.sent:  # it warms up, a step is skipped, or there is one sender
+            return
+        teams = replicas.teams(self.hierarchical)
+        flats = self.apart.take(len(teams))
+        self.lost = self.lost or [torch.zeros_like(flat) for flat in flats]
+        wanted = [flat + lost for flat, lost in zip(flats, self.lost, strict=True)]
+        decoded = [self.gathered(each) for each in wanted]
+        self.lost = [each - gone for each, gone in zip(wanted, decoded, strict=True)]
+        parts = mean(decoded, [len(team) for team in teams]).split([moment.numel() for moment in self.second.values()])
+        for name, part in zip(self.second, parts, strict=True):
+            if name in self.used:
+                for own in self.first:
+                    own[name] = part.view_as(own[name])

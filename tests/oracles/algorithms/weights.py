@@ -115,18 +115,20 @@ class DiLoCo(Rule):
             return
         flats = replicas.flats()
         length = replicas.num_parameters()
-        changes = [self.theta - flat[:length] for flat in flats]
-        change = mean(changes) if self.q is None else lossy_mean(changes, self.q)
-        self.velocity = self.momentum * self.velocity + change
-        self.theta = self.theta - self.lr * (change + self.momentum * self.velocity)
+        change = self.common([self.theta - flat[:length] for flat in flats])
+        self.velocity = self.velocity.mul(self.momentum).add(change)
+        self.theta = self.theta.sub(change.add(self.velocity, alpha=self.momentum), alpha=self.lr)
         buffers = mean([flat[length:] for flat in flats])
         replicas.set([torch.cat([self.theta, buffers])] * replicas.size)
 
+    def common(self, changes: list[Tensor]) -> Tensor:
+        return mean(changes) if self.q is None else lossy_mean(changes, self.q)
+
 
 class SparseLoCo(Rule):
-    """m <- decay m + theta - x; each sends q(m), which leaves m; theta, x <- theta - mean of what was sent.
+    """m <- theta - x + decay m; each sends q(m), which leaves m; theta, x <- theta - mean of what was sent.
 
-    Buffers: their mean. Frozen parameters do not travel.
+    Buffers: their mean. Frozen parameters do not travel. One rank alone sends nothing, and loses nothing.
     """
 
     def __init__(self, interval: int, decay: float, q: Lossy) -> None:
@@ -139,12 +141,12 @@ class SparseLoCo(Rule):
         self.m = [torch.zeros_like(self.theta[self.travels])] * replicas.size
 
     def after_step(self, replicas: Replicas) -> None:
-        if (replicas.round + 1) % self.interval or replicas.size == 1:
+        if (replicas.round + 1) % self.interval:
             return
         flats, length, travels = replicas.flats(), self.travels.numel(), self.travels
         changes = [(self.theta - flat[:length])[travels] for flat in flats]
-        changed = [self.decay * m + change for m, change in zip(self.m, changes, strict=True)]
-        sent = [self.q(each) for each in changed]
+        changed = [change.add(m, alpha=self.decay) for m, change in zip(self.m, changes, strict=True)]
+        sent = [self.q(each) for each in changed] if replicas.size > 1 else changed
         self.m = [each - gone for each, gone in zip(changed, sent, strict=True)]
         self.theta[travels] -= mean(sent)
         replicas.set([torch.cat([self.theta, mean([flat[length:] for flat in flats])])] * replicas.size)

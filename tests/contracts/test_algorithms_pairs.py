@@ -1,0 +1,103 @@
+"""Algorithms of few bytes in all circumstances of `lives`, each case against the simulation.
+
+Any two circumstances meet in the quick cases, which run on threads; the slow ones are the whole grid of algorithms,
+lives, models and sizes there, and of algorithms, lives and sizes on every transport between processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from contracts.catalogue import INNER
+from contracts.grids import SIZES
+from contracts.lives import AXES, Case, Run, check, live, pairs_of, pairwise
+from murmura import Transport, run_world
+from worlds import SECONDS
+
+PAIRS = pairwise()
+ALONE = ("size", "hosts", (1, "two"))  # what cannot be
+
+
+def test_any_two_circumstances_meet() -> None:
+    met = set().union(*map(pairs_of, PAIRS))
+    for one, other in itertools.combinations(AXES, 2):
+        for pair in itertools.product(AXES[one], AXES[other]):
+            assert frozenset(zip((one, other), pair, strict=True)) in met or (one, other, pair) == ALONE
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_pairs(case: Case) -> None:
+    check(case, run_world(live, case.size, case, hosts=case.places(), timeout=SECONDS))
+
+
+# The whole grid
+
+
+def some_of(name: str, life: str, size: int, hosts: str | None = None) -> list[Case]:
+    """A case for each model; gradients and hosts take turns."""
+    shift = AXES["name"].index(name) + AXES["life"].index(life) + size
+    cases = []
+    for turn, model in enumerate(AXES["model"], start=shift):
+        gradients, place = AXES["gradients"][turn % 3], "one" if size == 1 else hosts or AXES["hosts"][turn // 3 % 2]
+        cases.append(Case(name, model, gradients, life, size, place))
+    return cases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("life", AXES["life"])
+@pytest.mark.parametrize("name", AXES["name"])
+def test_everything_on_threads(name: str, life: str, size: int) -> None:
+    for case in some_of(name, life, size):
+        check(case, run_world(live, size, case, hosts=case.places(), timeout=SECONDS))
+
+
+WORLDS = {"shared_memory": "one", "gloo": "one", "gloo between hosts": "two", "hierarchical": "two"}
+
+
+def cases_of(size: int, hosts: str) -> list[Case]:
+    """One for each algorithm and life; models, gradients and hosts take turns.
+
+    A bias before a BatchNorm has a gradient of rounding errors, whose sign is another in another order of sums.
+    """
+    cases = []
+    for number, (name, life) in enumerate(itertools.product(AXES["name"], AXES["life"])):
+        case = some_of(name, life, size, hosts)[(number + size) % 5]
+        is_noise = case.model == "batch_norm" and name in ("sign", "majority_vote", "qadam_sign")
+        cases.append(case._replace(model="plain") if is_noise else case)
+    return cases
+
+
+def within(case: Case, transport: str) -> float:
+    """To the bit between processes: where messages are summed by the algorithm, in the order of ranks.
+
+    Gloo and the hierarchical transport sum in an order of their own, and weights that decentralized averages, before a
+    switch, are x + (mean - x).
+    """
+    is_switched = case.life in ("switched_to", "switched_from")
+    is_own = transport == "shared_memory" or case.name in (*INNER, "majority_vote")
+    return case.within if is_own and not is_switched else 1e-9
+
+
+def live_all(transport: Transport, hosts: str) -> list[Run]:
+    torch.set_num_threads(1)
+    return [live(transport, case) for case in cases_of(transport.world_size, hosts)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_algorithm_and_life_between_processes(world: str, size: int) -> None:
+    """One world for all, since worlds take long to start."""
+    hosts = WORLDS[world]
+    cases = cases_of(size, hosts)
+    transport = world.partition(" ")[0]
+    by_rank = run_world(
+        live_all, size, hosts, kind="processes", transport=transport, hosts=cases[0].places(), timeout=SECONDS
+    )
+    for case, runs in zip(cases, zip(*by_rank, strict=True), strict=True):
+        check(case, runs, within(case, transport))

@@ -1,0 +1,184 @@
+"""What more algorithms owe their replicas: votes on gradients, moments that are averaged, fragments in turn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from oracles.algorithms.simulation import chunks
+from sequences.compressed_rules import LossyGradients, Shares, flat_of, lossy_mean
+from sequences.rules import AfterStep, LocalSGD, Rule, Waiting, Weights, mean_of
+
+Piece = tuple[str, int, int]
+"""A tensor's name, and which of its elements: from here, up to there."""
+
+
+class MajorityVote(LossyGradients):
+    """g <- 1 where at least half of the ranks have a gradient of zero or more, and -1 elsewhere."""
+
+    def mean(self, everyone: list[Shares], used: set[str]) -> Waiting:
+        names = self.rank.next_layout()
+        values = [flat_of(each, each, names) for each in everyone]
+        nothing = torch.zeros_like(values[0])
+        mean, _, _ = lossy_mean(self.choice.name, values, [nothing] * len(values), nothing)
+        parts = mean.split([everyone[0][each].numel() for each in names])
+        yield from ()
+        return {each: part.view_as(everyone[0][each]) for each, part in zip(names, parts, strict=True)}
+
+
+class WithMoments(LocalSGD):
+    """As LocalSGD; with the weights go what optimizers remember, if all ranks' have stepped."""
+
+    def communicate(self) -> Waiting:
+        yield from super().communicate()
+        have_stepped = yield from self.rank.exchange("stepped", bool(self.rank.optimizer.state))
+        if all(have_stepped):
+            yield from self.rank.average_moments()
+
+
+class Streaming(AfterStep):
+    """One of `fragments` at a time: d = mean(theta - x); v <- 0.9 v + d; theta <- theta - 0.7 (d + 0.9 v).
+
+    A round later x <- (x + theta) / 2. Buffers go with the last fragment; their mean stands for theta. Nobody waits for
+    the others before that, so there is no vote, but for the first exchange after other weights were loaded. What is in
+    flight then, or when the algorithm is left, is void.
+    """
+
+    kept = ("theta", "velocity", "pieces", "arrived")
+    overlap = 1
+    has_begun = False
+    is_in_step = False
+
+    def begin(self) -> None:
+        super().begin()
+        self.fragments = min(2, self.choice.interval)
+        self.due: list[int] = []
+        self.theta: Weights = {}
+        self.velocity: Weights = {}
+        self.take_in([name for name, _ in self.rank.included()])
+        self.key: object = None  # of the fragment that travels
+        self.pieces: list[Piece] = []
+        self.arrived: list[Tensor] = []  # what these pieces are to become
+        self.is_restarted, self.has_begun = self.has_begun, True
+
+    def take_in(self, names: list[str]) -> None:
+        for name, each in self.rank.included():
+            if name in names:
+                self.theta[name] = each.detach().clone()
+                self.velocity[name] = torch.zeros_like(each)
+
+    def restore(self, state: object) -> None:
+        super().restore(state)  # type: ignore[arg-type]
+        self.is_restarted = False
+
+    # When
+
+    def fragment_after(self, number: int) -> int | None:
+        interval = self.choice.interval
+        for index in range(self.fragments):
+            end = (index + 1) * interval // self.fragments
+            if (number + 1) % interval == (end - self.overlap) % interval:
+                return index
+        return None
+
+    def is_due(self, number: int) -> bool:
+        return any(self.fragment_after(each) is not None for each in (number, number - self.overlap))
+
+    def end(self) -> Waiting:
+        yield from super().end()
+        if self.is_last_due:
+            self.due.append(self.rank.round)
+
+    def before_step(self) -> Waiting:
+        yield from self.communicate_all_but(int(self.is_last_due))
+
+    def after_step(self) -> Waiting:
+        yield from self.communicate_all_but(0)
+        self.is_in_step = self.rank.was_late  # and settles once more
+
+    def settle(self, num_left: int = 0) -> Waiting:
+        yield from self.communicate_all_but(num_left)
+        if not self.is_in_step:  # all ranks come here, so that it does not matter that the library does not wait
+            yield from self.arrive()
+        self.is_in_step = False
+
+    def communicate_all_but(self, num_left: int) -> Waiting:
+        while self.num_pending > num_left:
+            if self.is_restarted:
+                yield from self.rank.exchange("votes", True)
+            self.num_pending -= 1
+            yield from self.communicate()
+
+    def before_collective(self) -> Waiting:
+        while self.num_pending and self.is_restarted:
+            votes = yield from self.rank.exchange("votes", False)
+            if not any(votes):
+                return
+            self.num_pending -= 1
+            yield from self.communicate()
+
+    # What
+
+    def communicate(self) -> Waiting:
+        number = self.due.pop(0)
+        self.is_restarted = False
+        yield from self.arrive()
+        self.take_over()
+        index = self.fragment_after(number)
+        if index is None:
+            return
+        now = self.rank.weights()
+        self.pieces = list(self.pieces_of(now, index))
+        own = {
+            piece: part(self.theta, piece) - part(now, piece) if piece[0] in self.theta else part(now, piece)
+            for piece in self.pieces
+        }
+        self.key = self.rank.post("fragments", own)
+
+    def pieces_of(self, now: Weights, index: int) -> list[Piece]:
+        chunk = chunks(sum(each.numel() for each in self.theta.values()), self.fragments)[index]
+        names = [name for name in now if name in self.theta]
+        found, start = [], 0
+        for name in names:
+            first, last = max(chunk.start - start, 0), min(chunk.stop - start, now[name].numel())
+            if first < last:
+                found.append((name, first, last))
+            start += now[name].numel()
+        if index == self.fragments - 1:
+            found += [(name, 0, now[name].numel()) for name in now if name not in self.theta]
+        return found
+
+    def arrive(self) -> Waiting:
+        """Wait for the fragment that travels, and move theta; the weights take it over in its time."""
+        if self.key is None:
+            return
+        everyone = yield self.key
+        self.key, self.arrived = None, []
+        for piece, change in mean_of(everyone).items():
+            if piece[0] in self.theta:
+                velocity, theta = part(self.velocity, piece), part(self.theta, piece)
+                velocity.copy_(0.9 * velocity + change)
+                theta.copy_(theta - 0.7 * (change + 0.9 * velocity))
+                self.arrived.append(theta.clone())
+            else:
+                self.arrived.append(change)
+
+    def take_over(self) -> None:
+        now = self.rank.weights()
+        for piece, new in zip(self.pieces, self.arrived, strict=True):
+            x = part(now, piece)
+            x.copy_((x + new) / 2)
+        self.rank.write({name: now[name] for name, *_ in self.pieces})
+        self.pieces, self.arrived = [], []
+
+
+def part(values: Weights, piece: Piece) -> Tensor:
+    name, first, last = piece
+    return values[name].view(-1)[first:last]
+
+
+LOCAL: dict[str, type[Rule]] = {
+    "majority_vote": MajorityVote,
+    "average_moments": WithMoments,
+    "streaming_diloco": Streaming,
+}
