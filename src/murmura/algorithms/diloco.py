@@ -115,6 +115,9 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
     def waits_after(self, number: int) -> bool:
         return self.overlap == 0 or self.averages_moments_after(number)
 
+    def channel_beside(self, number: int) -> Transport | None:
+        return None if self._fragment_after(number) is None else self._channel
+
     def averages_moments_after(self, number: int) -> bool:
         return self.average_moments and (number + 1) % self.interval == 0
 
@@ -143,7 +146,14 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         if self.overlap:
             tensors = [each for part in parts for each in (part.stage, part.theta, part.velocity)]
             what = f"the exchange of fragment {index} after round {self.due_round}"
-            self._arrival.pending = self._background.start(what, tensors, lambda: self._outer_step(parts))
+            votes_on = None if self.has_voted or self._channel.world_size == 1 else self.due_round
+
+            def exchange() -> None:
+                if votes_on is not None:
+                    self.vote(self._channel, votes_on, True)
+                self._outer_step(parts)
+
+            self._arrival.pending = self._background.start(what, tensors, exchange)
         else:
             self._outer_step(parts)
             self._take_over()
