@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -136,8 +137,16 @@ class AfterStepImpl(AlgorithmImpl, ABC):
         state = self.state_dict()
         self._weights = self._weights.extended()
         self.use(self._weights)
-        self.load_state_dict(state)
+        self.take_state(state)
 
     def weights_replaced(self) -> None:
         self.use(self._weights)
         self._is_restarted = True
+
+    def take_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned; what it says nothing of stays as `use` has left it."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was saved: the weights that were loaded before are those that belong to it."""
+        self.take_state(state)
+        self._is_restarted = False

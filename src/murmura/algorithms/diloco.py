@@ -271,9 +271,8 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
             },
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def take_state(self, state: Mapping[str, Any]) -> None:
         self._await_exchange()
-        self._is_restarted = False
         for own, saved in ((self._theta, state["theta"]), (self._velocity, state["velocity"])):
             flats = self._as_flats(own)
             self._weights.load_by_name(flats, saved)
