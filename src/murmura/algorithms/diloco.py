@@ -278,15 +278,40 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
             self._weights.load_by_name(flats, saved)
             for each, flat in zip(own, flats, strict=True):
                 each.copy_(flat[: each.numel()])
-        means = self._means()
-        if len(state["compressed"]) == len(means):
-            for mean, saved in zip(means, state["compressed"], strict=True):
-                mean.load_state_dict(saved)
+        for mean, saved in zip(self._means(), state["compressed"], strict=False):
+            mean.load_state_dict(saved)
         arrival = state.get("arrival")
         if arrival is not None:
-            parts = [([Piece(*each) for each in pieces], stage.clone()) for pieces, stage in arrival["parts"]]
-            arrival = _Arrival(arrival["fragment"], arrival["round"], parts)
+            # What has been frozen since takes part no more, and neither does what has come for it.
+            parts = [
+                self._weights.held_pieces([Piece(*each) for each in pieces], stage)
+                for pieces, stage in arrival["parts"]
+            ]
+            arrival = _Arrival(arrival["fragment"], arrival["round"], [part for part in parts if part[0]])
         self._arrival = arrival
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if any(any(each["encoders"]) or each["mean_encoder"] for each in state["compressed"]):
+            self._check_same_cut(state)
+        super().load_state_dict(state)
+
+    def _check_same_cut(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state whose fragments are others than those here: what compression left over belongs to them."""
+        saved, here = len(state["compressed"]), len(self._means())
+        if saved != here:
+            raise ConfigError(
+                f"what compression left over was saved in {saved} parts, and here are {here}: one for each fragment and "
+                "dtype, none without a compressor or in a world of one. Go on with the same choices, or leave the "
+                "algorithm's state out."
+            )
+        names = {name for each in self._weights.parameters_of for name in each}
+        for these, when in ((set(state["theta"]) - names, "then, and not here"), (names - set(state["theta"]), "here")):
+            if these:
+                raise ConfigError(
+                    f"{', '.join(map(repr, sorted(these)))} took part {when}: so the fragments are cut otherwise, to "
+                    "which belongs what compression left over. Freeze the same parameters as when the state was saved, "
+                    "or leave the algorithm's state out."
+                )
 
     def _by_name(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
         named = self._weights.by_name(self._as_flats(values))
