@@ -43,7 +43,7 @@ class GradientReducer:
         self._replica = replica
         self._planner = planner
         self.observer: Observer | None = None
-        self.observed: list[nn.Parameter] = []  # in the order their gradients came in the round under way
+        self.observed: dict[int, nn.Parameter] = {}  # by id, in the order their gradients came in the round under way
         self._transport = replica.transport
         self._background = BackgroundExchanges(replica.transport)
         self._before: list[Tensor] | None = None  # gradients of earlier rounds, once asked for
@@ -96,7 +96,7 @@ class GradientReducer:
         self._streams: dict[int, torch.cuda.Stream] = {}  # those on which gradients of the round have come
         self._failure: BaseException | None = None  # of the first exchange of the round that failed
         self._before = None
-        self.observed = []
+        self.observed = {}
 
     def use_hook(self, hook: CommHook) -> None:
         """Let `hook` exchange the buckets from the next round on."""
@@ -131,8 +131,11 @@ class GradientReducer:
                     if parameter.grad is not None:
                         view.copy_(parameter.grad.detach())
 
-    def add(self, parameter: nn.Parameter, number: int, *, send: bool = True) -> None:
-        """A gradient of round `number` is complete: copy it into its bucket, and `send` the buckets that are full."""
+    def add(self, parameter: nn.Parameter, number: int, *, is_final: bool = True, send: bool = True) -> None:
+        """A gradient of round `number` has come: copy it into its bucket, and `send` the buckets that are full.
+
+        One that is not `is_final` is left to `finish`.
+        """
         place = self._where.get(id(parameter))
         if place is None:  # thawed: it takes part when the round has begun
             return
@@ -144,17 +147,19 @@ class GradientReducer:
                 "exchanged. Does a checkpointed block run twice? Use checkpoint(..., use_reentrant=False); or "
                 "accumulate inside ddp.no_sync() and call ddp.sync_gradients() after the last backward."
             )
-        if gpu is None:
-            self._take(bucket, slot)
-        else:  # all of them are copied when the bucket is full, after the streams that they came on
+        if gpu is not None:  # all of them are copied when the bucket is full, after the streams that they came on
             raw: int = torch._C._cuda_getCurrentRawStream(gpu)  # a Stream object would cost as much as the rest
             if raw not in self._streams:
                 self._streams[raw] = current_stream(gpu)
+        self.observed.setdefault(id(parameter), parameter)
+        if not is_final:
+            return
+        if gpu is None:
+            self._take(bucket, slot)
         ready = self._ready[index]
         if not ready[slot]:
             ready[slot] = True
             self._num_missing[index] -= 1
-            self.observed.append(parameter)
         if send and self._num_missing[index] == 0 and self._in_background:
             for full in self.buckets[len(self._tickets) :]:
                 if self._num_missing[full.index]:
@@ -189,6 +194,8 @@ class GradientReducer:
             self._settle(tail, averages and weighs, number)
         if not self._as_views or self._has_graphs:
             self._copy_out()
+        else:
+            self._check_views()
         self.reset()
 
     def _gather(self, bucket: Bucket) -> None:
@@ -238,6 +245,19 @@ class GradientReducer:
                         parameter.grad.copy_(view)
                 elif parameter.grad is view and not self._as_views:  # only other ranks used it
                     parameter.grad = view.clone()
+
+    def _check_views(self) -> None:
+        """Raise `UsageError` if a gradient is no longer that which was exchanged: its mean would be lost."""
+        for bucket, ready in zip(self.buckets, self._ready, strict=True):
+            for slot, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+                if parameter.grad is view or not ready[slot]:
+                    continue
+                if parameter.grad is None or bucket.gradient_outside(slot) is not None:
+                    raise UsageError(
+                        f"the gradient of {bucket.names[slot]!r} was replaced or removed after it had been sent, while "
+                        "backward was running. Change a gradient in a hook of its own parameter "
+                        "(register_post_accumulate_grad_hook), or after backward()."
+                    )
 
     def _send(self, bucket: Bucket, number: int) -> None:
         if bucket.gpu is not None:
