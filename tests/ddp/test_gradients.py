@@ -531,3 +531,26 @@ def test_a_step_in_a_hook_that_runs_before_the_wrappers_own_is_refused() -> None
     for error in errors_on(run, 2):
         assert isinstance(error, UsageError)
         assert "an optimizer stepped while backward was still running" in str(error)
+
+
+def test_a_graph_that_another_thread_finds_meanwhile_is_not_forgotten() -> None:
+    """Two threads copy gradients in: here one with a graph comes between another's reading and writing."""
+
+    def run(transport: Transport) -> bool:
+        reducer = DDP(weight(), transport)._driver.reducer
+
+        class FoundNone:
+            def meanwhile(self, *_: object) -> bool:
+                reducer._has_graphs = True
+                return False
+
+            __bool__ = __ror__ = meanwhile
+
+        class Without:
+            def copy_in(self, *_: object, **__: object) -> FoundNone:
+                return FoundNone()
+
+        reducer._copy_in(Without(), {})
+        return reducer._has_graphs
+
+    assert on_ranks(run, 1) == [True]

@@ -234,7 +234,8 @@ class GradientReducer:
         has_graph = bucket.copy_in(gradients, as_views=self._as_views)
         if has_graph and not self._has_graphs:
             log.warning("backward(create_graph=True): gradients are averaged, but not through their graphs")
-        self._has_graphs |= has_graph
+        if has_graph:  # two threads come here: whoever finds none must not write what it read before
+            self._has_graphs = True
 
     def _copy_out(self) -> None:
         """Copy the means from the buckets into gradients of their own memory."""
