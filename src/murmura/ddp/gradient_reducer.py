@@ -26,6 +26,7 @@ from murmura.ddp.tail import Tail
 from murmura.errors import MurmuraError, UsageError
 from murmura.observe.observer import Observer, exchanging
 from murmura.transports.cuda_launches import current_stream
+from murmura.transports.host import has_idle_core, members_of
 
 log = logging.getLogger("murmura")
 
@@ -45,6 +46,7 @@ class GradientReducer:
         self.observer: Observer | None = None
         self.observed: dict[int, nn.Parameter] = {}  # by id, in the order their gradients came in the round under way
         self._transport = replica.transport
+        self._num_ranks_here = len(members_of(self._transport.hosts, self._transport.rank))
         self._background = BackgroundExchanges(replica.transport)
         self._before: list[Tensor] | None = None  # gradients of earlier rounds, once asked for
         self.use([])
@@ -97,6 +99,16 @@ class GradientReducer:
         self._failure: BaseException | None = None  # of the first exchange of the round that failed
         self._before = None
         self.observed = {}
+        # Decided once a round, for the next one: it takes a system call.
+        self._in_background = not self._on_cpu or self._transport.has_spare_core()
+        self._copies_beside = self._in_background and self._has_core_for_copies()
+
+    def _has_core_for_copies(self) -> bool:
+        """Whether the communication thread can copy gradients without taking a core from backward.
+
+        Where torch has several threads, they copy faster, and that thread would get a second set of them.
+        """
+        return torch.get_num_threads() == 1 and has_idle_core(self._num_ranks_here)
 
     def use_hook(self, hook: CommHook) -> None:
         """Let `hook` exchange the buckets from the next round on."""
@@ -216,19 +228,15 @@ class GradientReducer:
         gradient = bucket.gradient_outside(slot)
         if gradient is None:
             return
-        if self.hook is None and self._in_background and self._would_copy_in_time(bucket):
+        if self._copies_beside and self.hook is None and self._would_copy_in_time(bucket):
             self._outside[bucket.index][slot] = gradient
         else:
             self._copy_in(bucket, {slot: gradient})
 
     def _would_copy_in_time(self, bucket: Bucket) -> bool:
-        """Whether the communication thread can copy the gradients of `bucket`, and does not lag behind.
-
-        Where torch has several threads, they copy faster, and that thread would get a second set of them.
-        """
+        """Whether the communication thread does not lag behind, so that the gradients of `bucket` wait for it."""
         earlier = bucket.index - NUM_OUTSIDE
-        keeps_up = earlier < 0 or (earlier < len(self._tickets) and self._tickets[earlier].done())
-        return keeps_up and torch.get_num_threads() == 1
+        return earlier < 0 or (earlier < len(self._tickets) and self._tickets[earlier].done())
 
     def _copy_in(self, bucket: Bucket, gradients: Mapping[int, Tensor]) -> None:
         has_graph = bucket.copy_in(gradients, as_views=self._as_views)
@@ -298,10 +306,6 @@ class GradientReducer:
         if self._in_background:
             return self._background.start(what, [tensor], run, "all_reduce")
         return PendingExchange(self._transport, self._transport.run_job(what, run))
-
-    @property
-    def _in_background(self) -> bool:
-        return not self._on_cpu or self._transport.has_spare_core()
 
     def _settle(self, tail: Tail, weighs: bool, number: int) -> None:
         """Give every parameter that any rank used its mean gradient; leave the others without."""
