@@ -26,6 +26,7 @@ from murmura.ddp.tail import DataShares, Tail
 from murmura.errors import MurmuraError, UsageError
 from murmura.observe.observer import Observer, exchanging
 from murmura.transports.cuda_launches import current_stream
+from murmura.transports.host import has_idle_core, members_of
 
 log = logging.getLogger("murmura")
 
@@ -43,8 +44,9 @@ class GradientReducer:
         self._replica = replica
         self._planner = planner
         self.observer: Observer | None = None
-        self.observed: list[nn.Parameter] = []  # in the order their gradients came in the round under way
+        self.observed: dict[int, nn.Parameter] = {}  # by id, in the order their gradients came in the round under way
         self._transport = replica.transport
+        self._num_ranks_here = len(members_of(self._transport.hosts, self._transport.rank))
         self._background = BackgroundExchanges(replica.transport)
         self._before: list[Tensor] | None = None  # gradients of earlier rounds, once asked for
         self.use([])
@@ -101,7 +103,17 @@ class GradientReducer:
         self._failure: BaseException | None = None  # of the first exchange of the round that failed
         self._before = None
         self._weight: float | None = None  # of the round, where it comes before the exchange
-        self.observed = []
+        self.observed = {}
+        # Decided once a round, for the next one: it takes a system call.
+        self._in_background = not self._on_cpu or self._transport.has_spare_core()
+        self._copies_beside = self._in_background and self._has_core_for_copies()
+
+    def _has_core_for_copies(self) -> bool:
+        """Whether the communication thread can copy gradients without taking a core from backward.
+
+        Where torch has several threads, they copy faster, and that thread would get a second set of them.
+        """
+        return torch.get_num_threads() == 1 and has_idle_core(self._num_ranks_here)
 
     def use_hook(self, hook: CommHook) -> None:
         """Let `hook` exchange the buckets from the next round on."""
@@ -136,8 +148,11 @@ class GradientReducer:
                     if parameter.grad is not None:
                         view.copy_(parameter.grad.detach())
 
-    def add(self, parameter: nn.Parameter, number: int, *, send: bool = True) -> None:
-        """A gradient of round `number` is complete: copy it into its bucket, and `send` the buckets that are full."""
+    def add(self, parameter: nn.Parameter, number: int, *, is_final: bool = True, send: bool = True) -> None:
+        """A gradient of round `number` has come: copy it into its bucket, and `send` the buckets that are full.
+
+        One that is not `is_final` is left to `finish`.
+        """
         place = self._where.get(id(parameter))
         if place is None:  # thawed: it takes part when the round has begun
             return
@@ -149,17 +164,19 @@ class GradientReducer:
                 "exchanged. Does a checkpointed block run twice? Use checkpoint(..., use_reentrant=False); or "
                 "accumulate inside ddp.no_sync() and call ddp.sync_gradients() after the last backward."
             )
-        if gpu is None:
-            self._take(bucket, slot)
-        else:  # all of them are copied when the bucket is full, after the streams that they came on
+        if gpu is not None:  # all of them are copied when the bucket is full, after the streams that they came on
             raw: int = torch._C._cuda_getCurrentRawStream(gpu)  # a Stream object would cost as much as the rest
             if raw not in self._streams:
                 self._streams[raw] = current_stream(gpu)
+        self.observed.setdefault(id(parameter), parameter)
+        if not is_final:
+            return
+        if gpu is None:
+            self._take(bucket, slot)
         ready = self._ready[index]
         if not ready[slot]:
             ready[slot] = True
             self._num_missing[index] -= 1
-            self.observed.append(parameter)
         if send and self._num_missing[index] == 0 and self._in_background:
             for full in self.buckets[len(self._tickets) :]:
                 if self._num_missing[full.index]:
@@ -200,6 +217,8 @@ class GradientReducer:
             self._settle(tail, self._algorithm.averages and shares.weighs and self._weight is None, number)
         if not self._as_views or self._has_graphs:
             self._copy_out()
+        else:
+            self._check_views()
         self.reset()
 
     def _gather(self, bucket: Bucket) -> None:
@@ -220,25 +239,22 @@ class GradientReducer:
         gradient = bucket.gradient_outside(slot)
         if gradient is None:
             return
-        if self.hook is None and self._in_background and self._would_copy_in_time(bucket):
+        if self._copies_beside and self.hook is None and self._would_copy_in_time(bucket):
             self._outside[bucket.index][slot] = gradient
         else:
             self._copy_in(bucket, {slot: gradient})
 
     def _would_copy_in_time(self, bucket: Bucket) -> bool:
-        """Whether the communication thread can copy the gradients of `bucket`, and does not lag behind.
-
-        Where torch has several threads, they copy faster, and that thread would get a second set of them.
-        """
+        """Whether the communication thread does not lag behind, so that the gradients of `bucket` wait for it."""
         earlier = bucket.index - NUM_OUTSIDE
-        keeps_up = earlier < 0 or (earlier < len(self._tickets) and self._tickets[earlier].done())
-        return keeps_up and torch.get_num_threads() == 1
+        return earlier < 0 or (earlier < len(self._tickets) and self._tickets[earlier].done())
 
     def _copy_in(self, bucket: Bucket, gradients: Mapping[int, Tensor]) -> None:
         has_graph = bucket.copy_in(gradients, as_views=self._as_views)
         if has_graph and not self._has_graphs:
             log.warning("backward(create_graph=True): gradients are averaged, but not through their graphs")
-        self._has_graphs |= has_graph
+        if has_graph:  # two threads come here: whoever finds none must not write what it read before
+            self._has_graphs = True
 
     def _copy_out(self) -> None:
         """Copy the means from the buckets into gradients of their own memory."""
@@ -249,6 +265,19 @@ class GradientReducer:
                         parameter.grad.copy_(view)
                 elif parameter.grad is view and not self._as_views:  # only other ranks used it
                     parameter.grad = view.clone()
+
+    def _check_views(self) -> None:
+        """Raise `UsageError` if a gradient is no longer that which was exchanged: its mean would be lost."""
+        for bucket, ready in zip(self.buckets, self._ready, strict=True):
+            for slot, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+                if parameter.grad is view or not ready[slot]:
+                    continue
+                if parameter.grad is None or bucket.gradient_outside(slot) is not None:
+                    raise UsageError(
+                        f"the gradient of {bucket.names[slot]!r} was replaced or removed after it had been sent, while "
+                        "backward was running. Change a gradient in a hook of its own parameter "
+                        "(register_post_accumulate_grad_hook), or after backward()."
+                    )
 
     def _send(self, bucket: Bucket, number: int) -> None:
         if bucket.gpu is not None:
@@ -291,10 +320,6 @@ class GradientReducer:
         if self._in_background:
             return self._background.start(what, [tensor], run, "all_reduce")
         return PendingExchange(self._transport, self._transport.run_job(what, run))
-
-    @property
-    def _in_background(self) -> bool:
-        return not self._on_cpu or self._transport.has_spare_core()
 
     def _settle(self, tail: Tail, weighs: bool, number: int) -> None:
         """Give every parameter that any rank used its mean gradient; leave the others without."""

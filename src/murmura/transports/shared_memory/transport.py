@@ -19,6 +19,7 @@ from murmura.transports import agreement
 from murmura.transports.base import Async, Op, Pairs, Seconds, Sync, Transport
 from murmura.transports.checks import Tensors, check_timeout, describe, describe_call, flatten, store
 from murmura.transports.error_reporter import ExitNotice
+from murmura.transports.host import has_idle_core
 from murmura.transports.profiling import is_profiled
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.shared_memory import futex, rendezvous
@@ -170,7 +171,7 @@ class SharedMemoryTransport(Transport):
         return SharedMemoryMessages(channel)
 
     def has_spare_core(self) -> bool:
-        return self._segment.world_size * torch.get_num_threads() < len(os.sched_getaffinity(0))
+        return has_idle_core(self._segment.world_size)
 
     def absent_peers(self) -> list[int]:
         absent = [] if self.closed else self._session.absent_peers()
