@@ -40,8 +40,8 @@ class Streaming(AfterStep):
     """One of `fragments` at a time: d = mean(theta - x); v <- 0.9 v + d; theta <- theta - 0.7 (d + 0.9 v).
 
     A round later x <- (x + theta) / 2. Buffers go with the last fragment; their mean stands for theta. Nobody waits for
-    the others before that, so there is no vote, but for the first exchange after other weights were loaded. What is in
-    flight then, or when the algorithm is left, is void.
+    the others before that: a rank that has stepped sends its vote before its fragment and goes on, but for the first
+    exchange after other weights were loaded. What is in flight then, or when the algorithm is left, is void.
     """
 
     kept = ("theta", "velocity", "pieces", "arrived")
@@ -106,12 +106,16 @@ class Streaming(AfterStep):
         while self.num_pending > num_left:
             if self.is_restarted:
                 yield from self.rank.exchange("votes", True)
+            elif self.fragment_after(self.due[0]) is not None:
+                self.rank.post("votes beside", True)
             self.num_pending -= 1
             yield from self.communicate()
 
     def before_collective(self) -> Waiting:
-        while self.num_pending and self.is_restarted:
-            votes = yield from self.rank.exchange("votes", False)
+        while self.num_pending:
+            if not self.is_restarted and self.fragment_after(self.due[0]) is None:
+                return  # nobody waits for what is only taken over
+            votes = yield from self.rank.exchange("votes" if self.is_restarted else "votes beside", False)
             if not any(votes):
                 return
             self.num_pending -= 1
