@@ -52,12 +52,12 @@ FRAMEWORKS_READY := $(FRAMEWORKS_VENV)/.ready
 
 $(FRAMEWORKS_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
-	$(FRAMEWORKS_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,lightning,accelerate,transformers,ray]'
+	$(FRAMEWORKS_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,lightning,accelerate,transformers,ray,mpi]'
 	@touch $@
 
 test-integrations: $(FRAMEWORKS_READY)
 	$(FRAMEWORKS_BIN)/python -c "import lightning, accelerate, transformers, ray"
-	$(FRAMEWORKS_BIN)/pytest -n 2 --dist loadgroup -m "not gpu" tests/integrations tests/torch_ddp/test_accelerate.py
+	$(FRAMEWORKS_BIN)/pytest -n 2 --dist loadgroup -m "not gpu" tests/integrations tests/torch_ddp/test_accelerate.py tests/test_examples.py::test_shell_files_run
 
 PEERS = gloo$(if $(wildcard $(BIN)/mpiexec),$(COMMA)mpich)
 COMMA := ,

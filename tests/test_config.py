@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from murmura.config import DistributedConfig, DistributedTrainConfig, parse_address
-from murmura.environment import expand_first_host, slurm_port, tasks_on_node
+from murmura.environment import expand_first_host, set_torchrun_variables, slurm_port, tasks_on_node
 from murmura.errors import ConfigError
 from murmura.types import DistributedBackend, DistributedRole, TransportKind
 
@@ -377,6 +377,36 @@ def test_slurm_port_stays_in_its_range(job: str) -> None:
     assert 20000 <= slurm_port(job) <= 59999
     assert slurm_port(job) == slurm_port(job)
     assert slurm_port(job) != slurm_port(str(int(job) + 1))
+
+
+# Torchrun's variables for code that reads no others
+
+
+def test_the_place_that_slurm_tells_is_told_as_torchrun_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = dict(SLURM)
+    monkeypatch.setattr("os.environ", env)
+    told = DistributedConfig.from_env()
+    assert set_torchrun_variables()
+    place = env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]
+    assert place == (str(told.rank), str(told.world_size), str(told.local_rank), str(told.local_world_size))
+    assert f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}" == told.coordinator_addr
+    before = dict(env)
+    assert not set_torchrun_variables()  # they are torchrun's now
+    assert env == before
+
+
+@pytest.mark.parametrize("env", [{}, TORCHRUN], ids=["none", "torchrun"])
+def test_other_places_are_left_as_they_are(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dict(env)
+    monkeypatch.setattr("os.environ", found)
+    assert not set_torchrun_variables()
+    assert found == env
+
+
+def test_a_place_that_slurm_tells_in_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", without(SLURM, "SLURM_PROCID"))
+    with pytest.raises(ConfigError, match="Missing: SLURM_PROCID"):
+        set_torchrun_variables()
 
 
 # The environment: none, complete

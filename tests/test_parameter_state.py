@@ -63,3 +63,16 @@ def test_what_was_applied_is_not_taken_back() -> None:
     state.forget_kept()
     state.restore()
     assert state.flat(bucket("a")).tolist() == [1.0] * 4
+
+
+def test_what_came_to_nothing_for_some_parameters_is_taken_back_for_these() -> None:
+    state = ParameterState()
+    state.restore_those_of(["a"])  # nothing is kept
+    state.set("a", torch.ones(4))
+    state.keep()
+    state.set_flat(bucket("a", "b"), torch.full((7,), 2.0))
+    state.restore_those_of(["b"])
+    assert state.get("b") is None
+    assert state.flat(bucket("a", "b")).tolist() == [2.0] * 4 + [0.0] * 3
+    state.restore_those_of(["a"])
+    assert state.flat(bucket("a", "b")).tolist() == [1.0] * 4 + [0.0] * 3

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from murmura import Transport, run_world
-from murmura.launch.plan import num_cores
+from murmura.transports.host import num_cores
 
 
 def rank_of(transport: Transport) -> int:

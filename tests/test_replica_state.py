@@ -22,7 +22,14 @@ from murmura import (
     Transport,
     run_world,
 )
-from murmura.integrations.replica_state import mean_state_dict, own_file, restore_own_state, save_own_state
+from murmura.integrations.replica_state import (
+    keeps_replicas_equal,
+    mark_file,
+    mean_state_dict,
+    own_file,
+    restore_own_state,
+    saving_own_state,
+)
 
 ALGORITHMS = [
     GradientAllReduceAlgorithm(),
@@ -43,6 +50,7 @@ class Run:
                 parameter.normal_(0.0, 0.5, generator=random)
         self.ddp = DDP(model, transport, algorithm=algorithm)
         self.optimizer = torch.optim.Adam(self.ddp.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4, 6])
 
     def train(self, steps: range) -> list[Tensor]:
         for step in steps:
@@ -50,6 +58,8 @@ class Run:
             self.optimizer.zero_grad()
             self.ddp(torch.randn(2, 3, generator=random, dtype=torch.float64)).square().mean().backward()
             self.optimizer.step()
+            if step % 2 == 0 or self.ddp.transport.rank or keeps_replicas_equal(self.ddp):
+                self.scheduler.step()  # rank 0 leaves some out, as after steps that a GradScaler skips
         return [parameter.detach().clone() for parameter in self.ddp.parameters()]
 
 
@@ -58,16 +68,16 @@ def interrupted(transport: Transport, algorithm: Algorithm, folder: Path) -> tup
     whole = Run(transport, algorithm).train(range(8))
     first = Run(transport, algorithm)
     first.train(range(5))
-    save_own_state(folder, first.ddp, [first.optimizer])
-    plain = mean_state_dict(first.ddp)
-    optimizer = first.optimizer.state_dict() if transport.rank == 0 else None
-    torch.save(optimizer, folder / f"optimizer-{transport.rank}.pt")
+    with saving_own_state(folder, first.ddp, [first.optimizer], [first.scheduler]):
+        plain = mean_state_dict(first.ddp)
+        if transport.rank == 0:
+            torch.save([first.optimizer.state_dict(), first.scheduler.state_dict()], folder / "optimizer.pt")
     own = [parameter.detach().clone() for parameter in first.ddp.parameters()]
-    transport.barrier()
     second = Run(transport, algorithm)
     second.ddp.load_state_dict(plain)  # as a framework does: one file for all ranks
-    second.optimizer.load_state_dict(torch.load(folder / "optimizer-0.pt"))
-    assert restore_own_state(folder, second.ddp, [second.optimizer])
+    for part, state in zip((second.optimizer, second.scheduler), torch.load(folder / "optimizer.pt"), strict=True):
+        part.load_state_dict(state)
+    assert restore_own_state(folder, second.ddp, [second.optimizer], [second.scheduler])
     return whole, second.train(range(5, 8)), (own, list(plain.values()))
 
 
@@ -84,7 +94,20 @@ def test_a_run_that_is_resumed_is_the_run_that_never_stopped(algorithm: Algorith
 def saved(transport: Transport, folder: Path, algorithm: Algorithm) -> None:
     run = Run(transport, algorithm)
     run.train(range(2))
-    save_own_state(folder, run.ddp, [run.optimizer])
+    with saving_own_state(folder, run.ddp, [run.optimizer]):
+        pass
+
+
+def cut_short(transport: Transport, folder: Path, algorithm: Algorithm, own: tuple[int, ...]) -> None:
+    """A save into the folder of another, ended when the ranks in `own` had written their files."""
+    before = {rank: own_file(folder, rank).read_bytes() for rank in range(transport.world_size)}
+    run = Run(transport, algorithm)
+    run.train(range(2))
+    saving = saving_own_state(folder, run.ddp, [run.optimizer])
+    saving.__enter__()  # the plain files would be written now
+    if transport.rank not in own:
+        own_file(folder, transport.rank).write_bytes(before[transport.rank])
+    transport.barrier()
 
 
 def restored(transport: Transport, folder: Path, algorithm: Algorithm) -> Any:
@@ -107,6 +130,25 @@ def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
         assert all(why in message for message in messages), messages
     own_file(tmp_path, 1).unlink()
     assert all("murmura-rank-1.pt is missing" in message for message in run_world(restored, 2, tmp_path, diloco))
+
+
+@pytest.mark.parametrize("own", [(0,), (0, 1)], ids=["while own files are written", "while plain files are written"])
+def test_a_save_over_another_that_was_cut_short_is_refused(own: tuple[int, ...], tmp_path: Path) -> None:
+    algorithm = DiLoCoAlgorithm(3)
+    run_world(saved, 2, tmp_path, algorithm)
+    run_world(cut_short, 2, tmp_path, algorithm, own)
+    for message in run_world(restored, 2, tmp_path, algorithm):
+        assert "are not of one save" in message
+        assert "a folder of its own" in message
+    run_world(saved, 2, tmp_path, algorithm)
+    assert run_world(restored, 2, tmp_path, algorithm) == [True, True]
+
+
+def test_files_of_ranks_that_are_no_more_are_removed(tmp_path: Path) -> None:
+    run_world(saved, 3, tmp_path, GradientAllReduceAlgorithm())
+    run_world(saved, 2, tmp_path, GradientAllReduceAlgorithm())
+    assert sorted(tmp_path.iterdir()) == [mark_file(tmp_path), own_file(tmp_path, 0), own_file(tmp_path, 1)]
+    assert run_world(restored, 3, tmp_path, GradientAllReduceAlgorithm()) == [True] * 3
 
 
 def test_equal_replicas_go_on_with_another_number_of_ranks(tmp_path: Path) -> None:

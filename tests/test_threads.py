@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from murmura import Transport, run_world
+from murmura.collectives.reduction import Reduction
 from murmura.transports.shared_memory import threads
 
 
@@ -51,3 +53,41 @@ def test_every_byte_is_copied(length: int, count: int) -> None:
     target = torch.zeros_like(source)
     threads.copy(target, source, count)
     assert torch.equal(target, source)
+
+
+LARGE = 4 * 2**20  # elements: above the size from which tensors are read where they lie, if they are seen often
+
+
+def reduce_halves(transport: Transport) -> dict[str, int]:
+    """The most elements that each way of reducing bf16 gives to an operation of torch at a time."""
+    os.sched_getaffinity = lambda pid: {0, 1}  # type: ignore[assignment]
+    torch.set_num_threads(8)
+    reduce, lengths = Reduction.reduce, [0]
+
+    def recorded(reduction: Reduction, inputs: object, out: torch.Tensor) -> None:
+        lengths.append(out.numel())
+        reduce(reduction, inputs, out)  # type: ignore[arg-type]
+
+    Reduction.reduce = recorded  # type: ignore[method-assign]
+    size, longest = transport.world_size, {}
+    value, total = transport.rank + 1.0, size * (size + 1) / 2
+    for numel in (100_000, LARGE):
+        tensor, part = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel // size, dtype=torch.bfloat16)
+        for way in ("all_reduce", "all_reduce async", "reduce_scatter"):
+            lengths[:] = [0]
+            for _ in range(5):
+                tensor.fill_(value)
+                if way == "reduce_scatter":
+                    transport.reduce_scatter_into(part, tensor)
+                elif way == "all_reduce":
+                    transport.all_reduce(tensor)
+                else:
+                    transport.all_reduce(tensor, async_op=True).wait()
+                assert (part if way == "reduce_scatter" else tensor).eq(total).all()
+            longest[f"{way} of {numel}"] = max(lengths)
+    return longest
+
+
+def test_reductions_of_halves_keep_to_the_threads_of_the_rank() -> None:
+    for longest in run_world(reduce_halves, 2, kind="processes"):
+        assert all(0 < length <= threads.GRAIN for length in longest.values()), longest

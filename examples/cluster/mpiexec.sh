@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Run this on one host: ./mpiexec.sh, or with several hosts HOSTS=10.0.0.1,10.0.0.2 ./mpiexec.sh
 # mpiexec (MPICH's, or Open MPI's with -H for -hosts) starts a process for each rank and tells it its number; MPI itself
-# carries nothing. With several hosts the ranks meet at the first one. Run with MPICH on one host.
+# carries nothing. With several hosts the ranks meet at the first one. Run in the tests, with MPICH on one
+# host; several hosts and Open MPI were not run.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)

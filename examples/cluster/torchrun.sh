@@ -2,6 +2,7 @@
 # Run this on every host with the host's number: ./torchrun.sh 0 on the first, ./torchrun.sh 1 on the second, ...
 # HEAD is a name or address of host 0 that the others can reach. --master-addr is torch's static rendezvous: the dynamic
 # one (--rdzv-backend c10d) unpickles what it finds in a store that anyone who reaches the port can write to.
+# Run in the tests, as two hosts on one machine.
 set -euo pipefail
 
 node_rank=${1:?"which host is this? Give 0 on the first, 1 on the second, ..."}

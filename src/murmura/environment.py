@@ -218,6 +218,31 @@ def read_environment(env: Mapping[str, str] | None = None) -> tuple[dict[str, An
     return values, variables.faults, f"the environment ({launcher.name})" if launcher else "the environment"
 
 
+def set_torchrun_variables() -> bool:
+    """Tell this rank's place in torchrun's variables too, if SLURM or MPI has told it, for code that reads no others.
+
+    Returns whether it did. A ConfigError if the launcher's variables are incomplete.
+    """
+    variables = Variables(os.environ)
+    launcher = find_launcher(variables.env)
+    if launcher is None or launcher is TORCHRUN:
+        return False
+    place = read_launcher(variables, launcher)
+    if variables.faults:
+        raise ConfigError(" ".join(variables.faults))
+    host, _, port = (place["coordinator_addr"] or "").rpartition(":")
+    told = {
+        "RANK": place["rank"],
+        "WORLD_SIZE": place["world_size"],
+        "LOCAL_RANK": place.get("local_rank"),
+        "LOCAL_WORLD_SIZE": place.get("local_world_size"),
+        "MASTER_ADDR": host.strip("[]") or None,
+        "MASTER_PORT": port or None,
+    }
+    os.environ.update({name: str(value) for name, value in told.items() if value is not None})
+    return True
+
+
 def setting_from_env(name: str) -> str | None:
     """Return the variable MURMURA_<NAME>, for callers that need one setting and no world; None if it is not set."""
     return os.environ.get(f"MURMURA_{name.upper()}") or None

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,14 +16,21 @@ from torch import Tensor
 OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool)
-DTYPES = (*FLOATS, *INTEGERS, torch.complex64)
+DTYPES = (*FLOATS, *INTEGERS, torch.complex64, torch.complex128)
 SHAPES = ((), (1,), (3, 5), (0,), (1000,), (70_001,), "transposed")
 GROUPS = ("world", "pair", "alone")
-REDUCING = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor")
-MOVING = (
-    "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_uneven", "all_gather_object", "all_to_all",
-    "all_to_all_single", "all_to_all_uneven", "gather", "scatter", "send_recv", "batch_isend_irecv", "barrier",
+REDUCING = (
+    "all_reduce", "all_reduce_coalesced", "all_reduce_sparse", "reduce", "reduce_scatter", "reduce_scatter_tensor",
+    "reduce_scatter_coalesced", "reduce_scatter_list_uneven",
 )  # fmt: skip
+MOVING = (
+    "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_coalesced", "all_gather_uneven",
+    "all_gather_object", "gather_object", "scatter_object_list", "all_to_all", "all_to_all_single", "all_to_all_uneven",
+    "all_to_all_list_uneven", "gather", "scatter", "send_recv", "recv_any_source", "batch_isend_irecv", "barrier",
+)  # fmt: skip
+SECONDS = 20.0  # the deadline of a call
+Kind = tuple[str, str, torch.dtype]
+"""A collective, an operation and a dtype."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,10 @@ class Case:
     group: str
     absolute: bool = False  # whether the values are made positive
 
+    @property
+    def kind(self) -> Kind:
+        return self.collective, self.op, self.dtype
+
 
 def all_cases() -> Iterator[Case]:
     ways = list(itertools.product(SHAPES, (False, True), GROUPS))
@@ -42,7 +54,9 @@ def all_cases() -> Iterator[Case]:
         bits = op in ("BAND", "BOR", "BXOR")
         if (bits and dtype not in INTEGERS) or (op == "AVG" and dtype in INTEGERS):
             continue
-        if dtype.is_complex and op not in ("SUM", "AVG"):
+        if (dtype.is_complex and op not in ("SUM", "AVG")) or (collective == "all_reduce_sparse" and op != "SUM"):
+            continue
+        if collective == "all_reduce_sparse" and dtype is torch.bool:  # Gloo only where there is nothing to sum
             continue
         yield from (Case(collective, op, dtype, *way) for way in ways if fits(collective, way[0]))
     for collective, dtype in itertools.product(MOVING, DTYPES):
@@ -50,13 +64,22 @@ def all_cases() -> Iterator[Case]:
 
 
 def fits(collective: str, shape: Any) -> bool:
-    """Whether Gloo refuses it without ending the process: it cuts tensors along their first dimension."""
-    return shape != () or not collective.endswith(("_tensor", "_single", "_uneven"))
+    """Whether Gloo carries it out, or refuses it without ending the process or its group.
+
+    It cuts tensors along their first dimension, and never ends a receive of nothing from any source.
+    """
+    if collective == "recv_any_source" and shape == (0,):
+        return False
+    return shape != () or not collective.endswith(("_tensor", "_single", "_uneven", "_coalesced", "_sparse"))
 
 
-def sample(count: int) -> list[Case]:
-    """Cases that show every value of every dimension beside many of the others."""
-    return random.Random(0).sample(list(all_cases()), count)
+def sample() -> list[Case]:
+    """A case of every kind, so that each shape, way of calling and group comes with many of them."""
+    chosen = random.Random(0)
+    by_kind: dict[Kind, list[Case]] = {}
+    for case in all_cases():
+        by_kind.setdefault(case.kind, []).append(case)
+    return [chosen.choice(cases) for cases in by_kind.values()]
 
 
 def values(case: Case, rank: int, scale: int = 1) -> Tensor:
@@ -94,6 +117,9 @@ def call(case: Case, group: Any, rank: int, size: int) -> list[Tensor]:
             for each in out:
                 dist.all_reduce(each, op, group=group)
         work = work if case.is_async else None
+    elif name == "all_reduce_sparse":
+        out = [own.to_sparse()]
+        work = dist.all_reduce(out[0], op, **options)
     elif name == "reduce":
         work = dist.reduce(out[0], peer_first, op, **options)
     elif name == "reduce_scatter":
@@ -101,6 +127,21 @@ def call(case: Case, group: Any, rank: int, size: int) -> list[Tensor]:
     elif name == "reduce_scatter_tensor":
         out = [torch.zeros_like(own).contiguous()]
         work = dist.reduce_scatter_tensor(out[0], values(case, rank, size).contiguous(), op, **options)
+    elif name == "reduce_scatter_coalesced":
+        out = [torch.zeros_like(own).contiguous() for _ in range(2)]
+        with dist._coalescing_manager(group, async_ops=case.is_async) as work:
+            for index, each in enumerate(out):
+                dist.reduce_scatter_tensor(each, values(case, rank + 10 * index, size).contiguous(), op, group=group)
+        work = work if case.is_async else None
+    elif name == "reduce_scatter_list_uneven":
+        parts = [values(case, rank + 10 * each, each + 1) for each in range(size)]
+        out = [torch.zeros_like(parts[rank])]
+        if is_on_gloo(group):  # which refuses it
+            for part in parts:
+                dist.all_reduce(part, op, group=group)
+            out = [parts[rank]]
+        else:
+            work = dist.reduce_scatter(out[0], parts, op, **options)
     elif name == "broadcast":
         work = dist.broadcast(out[0], peer_first, **options)
     elif name == "all_gather":
@@ -109,13 +150,34 @@ def call(case: Case, group: Any, rank: int, size: int) -> list[Tensor]:
     elif name == "all_gather_into_tensor":
         out = [torch.zeros_like(values(case, rank, size)).contiguous()]
         work = dist.all_gather_into_tensor(out[0], own.contiguous(), **options)
+    elif name == "all_gather_coalesced":
+        out = [torch.zeros_like(values(case, rank, size)).contiguous() for _ in range(2)]
+        with dist._coalescing_manager(group, async_ops=case.is_async) as work:
+            for index, each in enumerate(out):
+                dist.all_gather_into_tensor(each, values(case, rank + 10 * index).contiguous(), group=group)
+        work = work if case.is_async else None
     elif name == "all_gather_uneven":
         out = [torch.zeros_like(values(case, each, each + 1)) for each in range(size)]
-        work = dist.all_gather(out, values(case, rank, rank + 1), **options)
+        if is_on_gloo(group):  # which refuses it
+            out[rank].copy_(values(case, rank, rank + 1))
+            for each, tensor in enumerate(out):
+                dist.broadcast(tensor, dist.get_global_rank(group, each), group=group)
+        else:
+            work = dist.all_gather(out, values(case, rank, rank + 1), **options)
     elif name == "all_gather_object":
         told: list[Any] = [None] * size
         dist.all_gather_object(told, {"rank": rank, "tensor": own}, group=group)
         out = [each["tensor"] for each in told]
+    elif name == "gather_object":
+        gathered: list[Any] | None = [None] * size if rank == 0 else None
+        dist.gather_object(own, gathered, peer_first, group=group)
+        out = gathered or []
+    elif name == "scatter_object_list":
+        came: list[Any] = [None]
+        dist.scatter_object_list(
+            came, [values(case, 10 + each) for each in range(size)] if rank == 0 else None, peer_first, group=group
+        )
+        out = came
     elif name == "all_to_all":
         out = [torch.zeros_like(own) for _ in range(size)]
         work = dist.all_to_all(out, [values(case, rank + 10 * each) for each in range(size)], **options)
@@ -125,22 +187,38 @@ def call(case: Case, group: Any, rank: int, size: int) -> list[Tensor]:
         work = dist.all_to_all_single(out[0], source, **options)
     elif name == "all_to_all_uneven":
         counts = [1 + (rank + each) % 2 for each in range(size)]
-        rows = torch.arange(3 * sum(counts)).view(-1, 3).to(case.dtype)
+        rows = (torch.arange(3 * sum(counts)).view(-1, 3) + rank).to(case.dtype)
         out = [torch.zeros_like(rows)]
-        work = dist.all_to_all_single(out[0], rows + rank, counts, counts, **options)
+        work = dist.all_to_all_single(out[0], rows, counts, counts, **options)
+    elif name == "all_to_all_list_uneven":
+        parts = [values(case, rank + 10 * each, 1 + (rank + each) % 2) for each in range(size)]
+        out = [torch.zeros_like(values(case, each + 10 * rank, 1 + (rank + each) % 2)) for each in range(size)]
+        if is_on_gloo(group):  # which refuses the list
+            counts, whole = [each.shape[0] for each in parts], torch.cat(parts)
+            came_whole = torch.zeros_like(whole)
+            dist.all_to_all_single(came_whole, whole, counts, counts, group=group)
+            out = list(came_whole.split(counts))
+        else:
+            work = dist.all_to_all(out, parts, **options)
     elif name == "gather":
         out = [torch.zeros_like(own) for _ in range(size)] if rank == 0 else []
         work = dist.gather(own, out or None, peer_first, **options)
     elif name == "scatter":
         parts = [values(case, 10 + each) for each in range(size)] if rank == 0 else None
         work = dist.scatter(out[0], parts, peer_first, **options)
-    elif name in ("send_recv", "batch_isend_irecv"):
+    elif name in ("send_recv", "recv_any_source", "batch_isend_irecv"):
         out, work = _around(case, own, group, rank, size), None
     elif name == "barrier":
         work = dist.barrier(**options)
     if work is not None:
         work.wait()
+    if name == "all_reduce_sparse":
+        out = [out[0].coalesce().to_dense()]
     return out if name != "reduce" or rank == 0 else []
+
+
+def is_on_gloo(group: Any) -> bool:
+    return dist.get_backend(group) == "gloo"
 
 
 def _around(case: Case, own: Tensor, group: Any, rank: int, size: int) -> list[Tensor]:
@@ -156,6 +234,14 @@ def _around(case: Case, own: Tensor, group: Any, rank: int, size: int) -> list[T
         ]
         for work in dist.batch_isend_irecv(messages):
             work.wait()
+    elif case.collective == "recv_any_source":
+        sent = dist.isend(own, following, group, tag=7)
+        if case.is_async:
+            received = dist.irecv(out, None, group, tag=7)
+            received.wait()
+        else:
+            assert dist.recv(out, None, group, tag=7) == before
+        sent.wait()
     elif case.is_async:
         works = [dist.isend(own, following, group, tag=5), dist.irecv(out, before, group, tag=5)]
         for work in works:
@@ -191,9 +277,10 @@ def _parts(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 
-def compare(cases: list[Case], rank: int, size: int, groups: dict[str, dict[str, Any]]) -> tuple[list[str], int]:
-    """The cases in which murmura's result is not Gloo's, and how many Gloo could carry out."""
-    faults, compared = [], 0
+def compare(cases: list[Case], rank: int, size: int, groups: dict[str, dict[str, Any]]) -> tuple[list[str], set[Kind]]:
+    """The cases in which murmura's result is not Gloo's, and the kinds of those that Gloo could carry out."""
+    faults: list[str] = []
+    compared: set[Kind] = set()
     for case in cases:
         if groups["gloo"][case.group] is None:
             continue
@@ -212,7 +299,7 @@ def compare(cases: list[Case], rank: int, size: int, groups: dict[str, dict[str,
         if wanted is None:
             del told
             continue
-        compared += 1
+        compared.add(case.kind)
         pairs = list(zip(came, wanted, strict=True))
         if is_exact(case, count):
             alike = all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
@@ -224,15 +311,16 @@ def compare(cases: list[Case], rank: int, size: int, groups: dict[str, dict[str,
     return faults, compared
 
 
-def run_grid(cases: list[Case]) -> tuple[list[str], int]:
+def run_grid(cases: list[Case]) -> tuple[list[str], set[Kind]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     pair, alone = [size - 1, 0], [[each] for each in range(size)]
     groups: dict[str, dict[str, Any]] = {}
     for backend in ("gloo", "murmura"):
-        made = dist.new_group(sorted(pair), backend=backend)
-        singles = [dist.new_group(each, backend=backend) for each in alone]
+        options: dict[str, Any] = {"backend": backend, "timeout": timedelta(seconds=SECONDS)}
+        made = dist.new_group(sorted(pair), **options)
+        singles = [dist.new_group(each, **options) for each in alone]
         groups[backend] = {
-            "world": dist.new_group(backend=backend),
+            "world": dist.new_group(**options),
             "pair": made if rank in pair else None,
             "alone": singles[rank],
         }

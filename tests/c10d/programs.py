@@ -124,6 +124,10 @@ def hsdp() -> list[Tensor]:
     return fsdp2(shape=(2, dist.get_world_size() // 2))
 
 
+def hsdp_of_pairs() -> list[Tensor]:
+    return fsdp2(shape=(dist.get_world_size() // 2, 2))
+
+
 def dtensor() -> list[Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
@@ -165,14 +169,16 @@ def checkpoint() -> list[Tensor]:
     dcp.async_save(
         get_model_state_dict(sharded), checkpoint_id=f"{folder[0]}/later", process_group=dist.new_group()
     ).result()
+    dcp.async_save(get_model_state_dict(sharded), checkpoint_id=f"{folder[0]}/on the default group").result()
     found = []
-    for name in ("now", "later"):
+    names = "now", "later", "on the default group"
+    for name in names:
         other = fully_shard(model(16))
         state = get_model_state_dict(other)
         dcp.load(state, checkpoint_id=f"{folder[0]}/{name}")
         set_model_state_dict(other, state)
         found += weights(other)
-    assert all(torch.equal(*each) for each in zip(found, weights(sharded) * 2, strict=True))
+    assert all(torch.equal(*each) for each in zip(found, weights(sharded) * len(names), strict=True))
     return found
 
 
@@ -278,8 +284,8 @@ PROGRAMS: dict[str, Callable[[], list[Tensor]]] = {
     each.__name__: each
     for each in (
         ddp, ddp_with_unused_parameters, ddp_fp16_hook, ddp_powersgd_hook, join, zero, fsdp2, fsdp2_bf16,
-        fsdp2_allocated, hsdp, dtensor, tensor_parallel, checkpoint, objects, functional, compiled, pipeline,
-        pipeline_1f1b, barriers_and_metrics,
+        fsdp2_allocated, hsdp, hsdp_of_pairs, dtensor, tensor_parallel, checkpoint, objects, functional, compiled,
+        pipeline, pipeline_1f1b, barriers_and_metrics,
     )
 }  # fmt: skip
 NEEDING_A_COMPILER = {"compiled_by_inductor": compiled_by_inductor}

@@ -24,6 +24,8 @@ from murmura.transports import rendezvous
 DEATH_SECONDS = 2.0
 STOP_SECONDS = 2.0  # the deadline of the group where a rank is stopped
 CULPRIT = 1
+LARGE = 2 * 10**6  # elements, of which peers read tensors where they lie if they see them often
+NUM_SENT = 40  # so many large tensors are more than a sender buffers
 
 
 @dataclass
@@ -59,6 +61,18 @@ def call(way: str, length: int, state: dict[str, Any]) -> None:
                     dist.send(tensor, peer)
         else:
             dist.recv(tensor, CULPRIT)
+    elif way == "send":
+        for _ in range(NUM_SENT):
+            if dist.get_rank() == CULPRIT:
+                for peer in range(dist.get_world_size()):
+                    if peer != CULPRIT:
+                        dist.recv(tensor, peer)
+            else:
+                dist.send(tensor, CULPRIT)
+    elif way == "broadcast":
+        dist.broadcast(tensor, CULPRIT)
+    elif way == "barrier":
+        dist.barrier()
     elif way == "new_group":
         dist.new_group()
     elif way == "ddp":
@@ -160,14 +174,12 @@ def collect(reports: Any, count: int) -> tuple[float, list[Report]]:
     return struck, told
 
 
-LARGE = 2 * 10**6  # elements, of which peers read tensors where they lie if they see them often
-
-
 @pytest.mark.timed
 @pytest.mark.parametrize(
     ("way", "length"),
     [
         *[("sync", 3), ("sync", 10**6), ("async", 3), ("future", 10**6), ("gather", 3), ("recv", 3), ("new_group", 0)],
+        *[("broadcast", 3), ("barrier", 0)],
         *[
             pytest.param(way, length, marks=pytest.mark.slow)
             for way, length in [
@@ -176,6 +188,8 @@ LARGE = 2 * 10**6  # elements, of which peers read tensors where they lie if the
                 ("scatter", LARGE),
                 ("async", LARGE),
                 ("recv", LARGE),
+                ("broadcast", LARGE),
+                ("send", LARGE),
             ]
         ],
     ],
@@ -233,8 +247,9 @@ def test_a_stopped_rank_is_named_at_the_deadline(way: str, length: int) -> None:
 
 
 @pytest.mark.timed
-def test_a_rank_that_raises_and_leaves_is_named() -> None:
-    with world(3, "sync", 3, "raise", 30.0) as (_, reports):
+@pytest.mark.parametrize("way", ["sync", "gather", "broadcast", "barrier", "recv"])
+def test_a_rank_that_raises_and_leaves_is_named(way: str) -> None:
+    with world(3, way, 3, "raise", 30.0) as (_, reports):
         struck, told = collect(reports, 3)
         for report in told:
             if report.rank == CULPRIT:

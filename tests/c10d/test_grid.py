@@ -13,12 +13,20 @@ def check(cases: list[grid.Case], world_size: int) -> None:
     outcomes = run(grid.run_grid, world_size, cases)
     faults = [fault for each, _ in outcomes for fault in each]
     assert not faults, f"{len(faults)} faults:\n" + "\n".join(faults[:20])
-    assert all(compared > len(cases) / 3 for _, compared in outcomes), outcomes
+    compared = set().union(*(each for _, each in outcomes))
+    missing = {case.kind for case in cases if not is_refused_by_gloo(*case.kind)} - compared
+    assert not missing, f"{len(missing)} kinds were not compared: {sorted(map(str, missing))[:20]}"
+
+
+def is_refused_by_gloo(collective: str, op: str, dtype: torch.dtype) -> bool:
+    return (collective == "all_reduce_sparse" and dtype is torch.float16) or (
+        collective == "gather" and dtype.is_complex
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_sample_gives_what_gloo_gives(world_size: int) -> None:
-    check(grid.sample(150), world_size)
+    check(grid.sample(), world_size)
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ import threading
 import time
 import warnings
 from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,6 +164,12 @@ def test_options_that_nobody_takes_are_refused(backend: str) -> None:
         alone(backend, pg_options=FakeNCCL.Options())
 
 
+def test_a_string_that_torch_does_not_show_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.distributed_c10d, "BackendConfig", type("BackendConfig", (), {}))
+    with pytest.raises(ConfigError, match=r'the rest of one such as "cpu:murmura,cuda:nccl" would be lost'):
+        creation._requested()
+
+
 def test_a_version_of_torch_that_nobody_tried_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "9.9.0")
     creation.warn_of_untried_version.cache_clear()
@@ -205,6 +213,37 @@ dist.init_process_group("murmura", init_method="file://" + tempfile.mktemp(), ra
 assert dist.get_backend() == "murmura"
 dist.destroy_process_group()
 """
+
+
+INSTALLED = """
+import sys, torch, torch.distributed as dist
+assert not [name for name in sys.modules if name.split(".")[0] == "murmura"]
+dist.init_process_group("murmura", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+tensor = torch.ones(2)
+dist.all_reduce(tensor)
+assert tensor.tolist() == [2.0, 2.0]
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(
+    not metadata.entry_points(group="torch.backends", name="murmura"),
+    reason="murmura is not installed, only on the path, so torch cannot find its entry point",
+)
+@pytest.mark.skipif(not hasattr(torch, "_import_device_backends"), reason="this torch loads no backends by itself")
+def test_an_installed_backend_needs_no_import(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", INSTALLED, str(tmp_path / "store")]
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True, env=environment) for rank in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=50)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], told
 
 
 @pytest.mark.parametrize("program", [ENTRY_POINT, IMPORT], ids=["entry point", "import murmura"])
@@ -267,10 +306,12 @@ def wait_behind() -> None:
     if dist.get_rank() == 0:
         works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in (torch.ones(2), torch.ones(3))]
         began = time.monotonic()
-        with pytest.raises(PeerTimeout, match=r"rank 0: all_reduce on .* had not ended 0\.2 s after wait") as caught:
+        with pytest.raises(
+            PeerTimeout, match=r"rank 0: all_reduce on .* had not ended 0\.2 s after .*: rank 1 has not"
+        ) as caught:
             works[1].wait(timedelta(seconds=0.2))
         assert time.monotonic() - began < 5
-        assert (caught.value.rank, caught.value.operation) == (0, "all_reduce")
+        assert (caught.value.rank, caught.value.peer, caught.value.operation) == (0, 1, "all_reduce")
         dist.barrier(group=other)
         for work in works:
             work.wait(timedelta(seconds=20))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from c10d.groups import run
 from murmura import CollectiveMismatch
+from murmura.integrations.c10d.repeated_all_reduces import NUM_KNOWN
 
 
 def views(memory: Tensor) -> list[Tensor]:
@@ -63,6 +64,30 @@ def reduce(tensor: Tensor, op: Any, way: str) -> None:
 
 def test_memory_that_becomes_another_tensor_is_reduced_as_what_it_is() -> None:
     run(reduce_again_and_again, 2)
+
+
+def reduce_at_ever_other_places() -> int:
+    """How many operations ran that were not prepared."""
+    rank, memory = dist.get_rank(), torch.zeros(64 * (NUM_KNOWN + 200))
+    group = dist.group.WORLD._get_backend(torch.device("cpu"))
+    unprepared: list[Any] = []
+    all_reduce = group._all_reduce
+    group._all_reduce = lambda *args: unprepared.append(args) or all_reduce(*args)
+    for place in range(0, memory.numel(), 64):
+        tensor = memory[place : place + 32]
+        if place % 640 == 0:
+            tensor = memory[place : place + 64][::2] if place % 1280 else memory[place : place + 32].view(2, 16).t()
+        tensor.fill_(rank + 2)
+        reduce(tensor, dist.ReduceOp.SUM, "async" if place % 192 == 0 else "sync")
+        assert torch.equal(tensor, torch.full_like(tensor, 5)), place
+        tensor.zero_()
+        assert not memory[max(0, place - 64) : place + 128].any(), "something beside the tensor was written"
+    return len(unprepared)
+
+
+def test_a_tensor_at_another_place_is_reduced_as_one_that_was_seen() -> None:
+    num_strided = (NUM_KNOWN + 200 + 9) // 10
+    assert run(reduce_at_ever_other_places, 2) == [num_strided + 1] * 2  # and the first contiguous one
 
 
 def reduce_in_queue() -> list[float]:

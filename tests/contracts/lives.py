@@ -71,12 +71,12 @@ class Case(NamedTuple):
     def within(self) -> float:
         """How near the simulation must be on threads: to the bit where it does the same operations in the same order.
 
-        Of topk, what a host of three ranks sends is multiplied and added without rounding in between. Statistics that
+        Of topk, what a host of three ranks sends is multiplied and added without rounding in between. Weights that
         decentralized averages, before a switch, are x + (mean - x).
         """
         is_fused = self.name == "topk" and self.places().count(0) == 3 and self.hosts == "two"
-        is_shifted = self.life == "switched_to" and self.model == "batch_norm"
-        return 0.0 if self.entry.is_exact and not is_fused and not is_shifted else 1e-9
+        follows_averages = self.life == "switched_to" and not self.is_qadam
+        return 0.0 if self.entry.is_exact and not is_fused and not follows_averages else 1e-9
 
     def places(self) -> list[int]:
         """The host of each rank."""

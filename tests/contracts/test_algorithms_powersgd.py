@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,6 +81,50 @@ def test_a_message_holds_first_factors_and_the_second_ones_of_those_before(monke
     monkeypatch.setattr(powersgd, "MESSAGE_BYTES", 2 * 4 * (p + bias))
     in_two, _ = run_world(messages, 2, timeout=SECONDS)
     assert in_two == [2 * (p + bias), 2 * (p + bias) + 2 * q, 2 * q, tail]
+
+
+class Told(nn.Module):
+    """Layers that tell `moments` when backward has passed them."""
+
+    def __init__(self, num_layers: int, width: int, moments: list[str]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_layers)))
+        self.first_done = threading.Event()
+        for number, layer in enumerate(self.layers):
+            layer.weight.register_post_accumulate_grad_hook(partial(self.tell, number, moments))
+
+    def tell(self, number: int, moments: list[str], parameter: nn.Parameter) -> None:
+        if number == 0 and len(moments) > 1:  # backward waits here, before the last bucket: a message must have gone
+            assert self.first_done.wait(SECONDS)
+        moments.append(f"gradient {number}")
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.layers(inputs)
+        return result
+
+
+def overlapped(transport: Transport) -> bool:
+    """Whether a message of factors has come back while the first layer's gradient was still to come."""
+    moments: list[str] = []
+    model = Told(6, 64, moments)
+    ddp = DDP(model, transport, algorithm="powersgd", bucket_size_bytes=64 * 64 * 4)
+    impl: Any = ddp.algorithm
+    exchange = impl._exchange
+
+    def watched() -> None:
+        exchange()
+        moments.append("message")
+        model.first_done.set()
+
+    impl._exchange = watched
+    ddp(torch.ones(1, 64)).sum().backward()
+    ddp.close()
+    return moments.index("message") < moments.index("gradient 0")
+
+
+def test_factors_travel_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(powersgd, "MESSAGE_BYTES", 2 * 64 * 4)  # the first factors of two layers
+    assert run_world(overlapped, 2, timeout=SECONDS) == [True] * 2
 
 
 def assert_differ(one: Any, other: Any) -> None:

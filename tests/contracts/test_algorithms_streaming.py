@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,6 +55,31 @@ SHAPES = ((4, 4, 1, 0.5), (4, 2, 2, 0.5), (5, 2, 1, 0.25), (3, 1, 3, 0.0), (3, 3
 
 def streaming(interval: int, fragments: int, overlap: int, alpha: float, **choices: Any) -> StreamingDiLoCoAlgorithm:
     return StreamingDiLoCoAlgorithm(interval, fragments=fragments, overlap=overlap, alpha=alpha, **choices)
+
+
+def save_and_load(transport: Transport, saved: Any, here: Any) -> str:
+    """The refusal of a state of one choice by another one, or nothing."""
+    with closing(DDP(torch.nn.Linear(9, 9), transport, algorithm=saved)) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for _ in range(4):
+            ddp(torch.full((1, 9), transport.rank + 1.0)).sum().backward()
+            optimizer.step()
+        state = ddp.algorithm_state_dict()
+    with closing(DDP(torch.nn.Linear(9, 9), transport, algorithm=here)) as ddp:
+        try:
+            ddp.load_algorithm_state_dict(state)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_what_compression_left_over_of_other_fragments_is_refused() -> None:
+    two, four = (StreamingDiLoCoAlgorithm(4, fragments=each, overlap=1) for each in (2, 4))
+    for text in run_world(partial(save_and_load, saved=two, here=four), 2, timeout=SECONDS):
+        assert "saved in 2 parts, and here are 4" in text
+    lossless = replace(two, compressor=None)
+    assert run_world(partial(save_and_load, saved=two, here=two), 2, timeout=SECONDS) == [""] * 2
+    assert run_world(partial(save_and_load, saved=lossless, here=lossless), 2, timeout=SECONDS) == [""] * 2
 
 
 def uint4() -> Feedback:
@@ -177,10 +204,13 @@ def sent_by_round(transport: Transport, algorithm: StreamingDiLoCoAlgorithm, rou
 
 
 def test_the_bytes_are_those_of_one_fragment_at_a_time() -> None:
-    """259 parameters in four fragments. Of two ranks each sends one chunk of the changes, and one of their mean."""
+    """259 parameters in four fragments. Of two ranks each sends one chunk of the changes, and one of their mean.
+
+    Before comes a vote of four bytes, for one of them may have skipped its step.
+    """
     algorithm = streaming(8, 4, 2, 0.5)
     sizes = [
-        sum(MinMaxUInt4().payload_bytes(chunk.stop - chunk.start, torch.float32) for chunk in chunks(numel, 2))
+        4 + sum(MinMaxUInt4().payload_bytes(chunk.stop - chunk.start, torch.float32) for chunk in chunks(numel, 2))
         for numel in (65, 65, 65, 64)
     ]
     wanted = [0, sizes[1], 0, sizes[2], 0, sizes[3], 0, sizes[0]]
@@ -277,6 +307,85 @@ def test_parameters_thawed_while_a_fragment_is_in_flight(compressor: str | None)
     assert torch.equal(whole, torch.cat([each.view(-1) for each in other_theta.values()]))
     sent_anew = slice(0, (frozen + trained + 1) // 2)  # after round 7, and taken over after round 9
     assert torch.equal(flats[9][sent_anew], others[9][sent_anew])
+
+
+def save_in_flight(transport: Transport, algorithm: StreamingDiLoCoAlgorithm) -> tuple[Any, Any]:
+    """The weights and the state after round 1, when a fragment has been sent."""
+    task = regression()
+    ddp = DDP(task.make_model(), transport, algorithm=algorithm)
+    optimizer = task.make_optimizer(ddp.parameters())
+    for number in range(2):
+        step(ddp, optimizer, task, number, transport.rank)
+    weights, state = {name: each.clone() for name, each in ddp.state_dict().items()}, ddp.algorithm_state_dict()
+    ddp.close()
+    return weights, state
+
+
+def test_a_parameter_frozen_since_the_fragment_was_saved() -> None:
+    """What takes part still is taken over in its time, with alpha = 0 as equal weights; what is frozen stays."""
+    algorithm = streaming(4, 1, 2, 0.0, compressor=None)
+
+    def visit(transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
+        weights, state = save_in_flight(transport, algorithm)
+        task = regression()
+        ddp = DDP(frozen_first(), transport, algorithm=algorithm)
+        ddp.load_state_dict(weights)
+        ddp.load_algorithm_state_dict(state)
+        optimizer = task.make_optimizer([each for each in ddp.parameters() if each.requires_grad])
+        for number in range(2, 4):
+            step(ddp, optimizer, task, number, transport.rank)
+        taken_over = flat_of(ddp.module)
+        for number in range(4, 9):
+            step(ddp, optimizer, task, number, transport.rank)
+        saved = torch.cat([each.view(-1) for each in weights.values()])
+        ddp.close()
+        return saved, taken_over, flat_of(ddp.module)
+
+    (saved, first, _), (_, second, last) = run_world(visit, 2, timeout=SECONDS)
+    frozen = 96
+    assert torch.equal(first[frozen:], second[frozen:])
+    assert torch.equal(first[:frozen], saved[:frozen])
+    assert not torch.equal(last[frozen:], second[frozen:])
+
+
+def with_pieces(state: Any, change: Callable[[str, int, int], tuple[str, int, int]]) -> Any:
+    """`state`, whose fragment in flight has other pieces."""
+    arrival = state["algorithm"]["arrival"]
+    parts = [([change(*piece) for piece in pieces], stage) for pieces, stage in arrival["parts"]]
+    return {**state, "algorithm": {**state["algorithm"], "arrival": {**arrival, "parts": parts}}}
+
+
+def renamed(state: Any) -> Any:
+    return with_pieces(state, lambda name, start, stop: ("other", start, stop))
+
+
+def lengthened(state: Any) -> Any:
+    return with_pieces(state, lambda name, start, stop: (name, start, stop + 1000))
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by", "change", "model", "reason"),
+    [
+        (streaming(4, 1, 2, 0.5, compressor=None), None, renamed, perceptron, "elements of 'other', which the model"),
+        (streaming(4, 1, 2, 0.5, compressor=None), None, lengthened, perceptron, "of '0.weight', which the model"),
+        (streaming(4, 2, 2, 0.5), streaming(4, 1, 2, 0.5), None, perceptron, "in 2 parts, and here are 1"),
+        (streaming(4, 2, 2, 0.5), None, None, frozen_first, "'0.bias', '0.weight' took part then, and not here"),
+    ],
+    ids=["name", "length", "fragments", "frozen"],
+)
+def test_a_state_that_does_not_fit_is_refused_when_it_is_loaded(
+    saved_by: StreamingDiLoCoAlgorithm, loaded_by: Any, change: Any, model: Any, reason: str
+) -> None:
+    def visit(transport: Transport) -> str:
+        weights, state = save_in_flight(transport, saved_by)
+        with closing(DDP(model(), transport, algorithm=loaded_by or saved_by)) as ddp:
+            ddp.load_state_dict(weights)
+            with pytest.raises(ConfigError) as refusal:
+                ddp.load_algorithm_state_dict(change(state) if change else state)
+            return str(refusal.value)
+
+    for told in run_world(visit, 2, timeout=SECONDS):
+        assert reason in told
 
 
 def test_weights_loaded_while_a_fragment_is_in_flight() -> None:

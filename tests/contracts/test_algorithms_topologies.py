@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,6 +71,31 @@ def test_matchings_are_drawn_anew_from_their_seed() -> None:
     assert bool((sum(draws) > 0).all())  # type: ignore[operator]  # in time all meet
     other = [mixing("random_matching:seed=2", 6, number) for number in range(40)]
     assert any(not torch.equal(one, two) for one, two in zip(draws, other, strict=True))
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+def test_matchings_are_perfect_symmetric_and_the_same_for_all(size: int) -> None:
+    for number in range(30):
+        p = mixing("random_matching:seed=3", size, number)  # of what each rank finds by itself
+        sits_out = (p.diagonal() == 1).nonzero().view(-1).tolist()
+        assert len(sits_out) == size % 2
+        for rank in set(range(size)) - set(sits_out):
+            assert sorted(p[rank].tolist()) == [0.0] * (size - 2) + [0.5, 0.5]
+            assert p[rank, rank] == 0.5
+        assert torch.equal(p, p.T)
+        assert torch.equal(p @ p, p)  # who has met has met: the pairs are disjoint
+
+
+@pytest.mark.parametrize("size", [4, 5, 6])
+def test_every_pair_is_matched_as_often_as_any_other(size: int) -> None:
+    num_draws, pairs = 3000, torch.ones(size, size, dtype=torch.float64).triu(1) > 0
+    met = sum(mixing("random_matching", size, number) > 0 for number in range(num_draws))[pairs]  # type: ignore[index]
+    expected = num_draws * (size // 2) / pairs.sum()
+    assert float((met / expected - 1).abs().max()) < 0.15
+    one, two = ([mixing(f"random_matching:seed={seed}", size, n) for n in range(30)] for seed in (1, 2))
+    num_equal = sum(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert num_equal < 20  # seeds draw apart
+    assert any(not torch.equal(a, b) for a, b in itertools.pairwise(one))  # and so do exchanges
 
 
 # Plain averages

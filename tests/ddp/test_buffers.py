@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp.models import all_equal, on_ranks, values, weight
-from murmura import DDP, Transport
+from ddp.models import all_equal, errors_on, on_ranks, values, weight
+from murmura import DDP, Transport, UsageError
 
 
 class Counter(nn.Module):
@@ -128,3 +128,21 @@ def test_evaluation_uses_the_buffers_of_rank_0_after_broadcast_parameters() -> N
     assert not torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][0])
     assert torch.equal(results[1][1], results[1][0])
+
+
+@pytest.mark.parametrize("how", ["None", "deleted", "its module"])
+def test_a_buffer_that_is_gone_is_named(how: str) -> None:
+    def run(transport: Transport) -> None:
+        model = nn.ModuleDict({"body": nn.Sequential(weight(), nn.BatchNorm1d(1))})
+        ddp = DDP(model, transport)
+        if how == "None":
+            model["body"][1].running_mean = None
+        elif how == "deleted":
+            del model["body"][1].running_mean
+        else:
+            del model["body"][1]
+        ddp(torch.ones(2, 1))
+
+    for error in errors_on(run, 2):
+        assert isinstance(error, UsageError)
+        assert "buffer 'body.1.running_mean'" in str(error)

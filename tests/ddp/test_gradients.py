@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -453,3 +454,103 @@ def test_after_nonfinite_raise_join_goes_on_with_the_right_weights() -> None:
         return seen
 
     assert on_ranks(run, 2) == [[1.5, 6.0]] * 2
+
+
+# Hooks of the user's on a parameter
+
+
+def double_in_place(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
+
+
+def double_anew(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad * 2
+
+
+@pytest.mark.parametrize("double", [double_in_place, double_anew])
+@pytest.mark.parametrize("hooked", ["before wrapping", "after wrapping", "after a round"])
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("bucket_size_bytes", [1, 2**25])
+def test_what_hooks_make_of_a_gradient_is_averaged(
+    double: Callable[[nn.Parameter], None], hooked: str, as_views: bool, bucket_size_bytes: int
+) -> None:
+    """As under torch's DDP, whose own hooks run behind those of a parameter. The gradient is too long to be lucky."""
+
+    def run(transport: Transport) -> list[set[float]]:
+        model = nn.Sequential(Scale(torch.zeros(100_000)), Scale(torch.ones(100_000)))
+
+        def hook() -> None:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(double)
+
+        if hooked == "before wrapping":
+            hook()
+        ddp = DDP(model, transport, bucket_size_bytes=bucket_size_bytes, gradient_as_bucket_view=as_views)
+        if hooked == "after wrapping":
+            hook()
+        seen = []
+        for index in range(4):
+            ddp.zero_grad(set_to_none=index != 3)
+            ddp(torch.full((100_000,), 1.0 + transport.rank)).sum().backward()
+            assert model[0].scale.grad is not None
+            seen.append(set(model[0].scale.grad.tolist()))
+            if hooked == "after a round" and index == 0:
+                hook()
+        return seen
+
+    first = {1.5} if hooked == "after a round" else {3.0}
+    assert on_ranks(run, 2) == [[first, {3.0}, {3.0}, {3.0}]] * 2
+
+
+@pytest.mark.parametrize("how", ["replaced", "removed"])
+def test_a_gradient_that_is_replaced_after_it_was_sent_is_refused(how: str) -> None:
+    def run(transport: Transport) -> None:
+        model = nn.Sequential(weight(), weight())
+        ddp = DDP(model, transport, bucket_size_bytes=1)
+
+        def change(parameter: nn.Parameter) -> None:
+            model[1].weight.grad = torch.ones(1, 1) if how == "replaced" else None
+
+        model[0].weight.register_post_accumulate_grad_hook(change)
+        backward(ddp, transport.rank)
+
+    for error in errors_on(run, 2):
+        assert isinstance(error, UsageError)
+        assert "the gradient of '1.weight' was replaced or removed after it had been sent" in str(error)
+
+
+def test_a_step_in_a_hook_that_runs_before_the_wrappers_own_is_refused() -> None:
+    def run(transport: Transport) -> None:
+        model = weight()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
+        backward(DDP(model, transport), transport.rank)
+
+    for error in errors_on(run, 2):
+        assert isinstance(error, UsageError)
+        assert "an optimizer stepped while backward was still running" in str(error)
+
+
+def test_a_graph_that_another_thread_finds_meanwhile_is_not_forgotten() -> None:
+    """Two threads copy gradients in: here one with a graph comes between another's reading and writing."""
+
+    def run(transport: Transport) -> bool:
+        reducer = DDP(weight(), transport)._driver.reducer
+
+        class FoundNone:
+            def meanwhile(self, *_: object) -> bool:
+                reducer._has_graphs = True
+                return False
+
+            __bool__ = __ror__ = meanwhile
+
+        class Without:
+            def copy_in(self, *_: object, **__: object) -> FoundNone:
+                return FoundNone()
+
+        reducer._copy_in(Without(), {})
+        return reducer._has_graphs
+
+    assert on_ranks(run, 1) == [True]

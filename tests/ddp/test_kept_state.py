@@ -25,6 +25,7 @@ from murmura import (
     LowPrecisionDecentralizedAlgorithm,
     MinMaxUInt8,
     Phased,
+    PushSumAlgorithm,
     StreamingDiLoCoAlgorithm,
     Transport,
 )
@@ -188,6 +189,34 @@ def test_thawing_leaves_the_state_of_other_parameters(algorithm: Algorithm) -> N
             train(ddp, optimizer, range(3))
             ddp.module.head.requires_grad_(thaws)
             train(ddp, optimizer, range(3, 8))
+            return weights_of(ddp.module.body)
+
+    for frozen, thawed in zip(on_ranks(run, 3, False), on_ranks(run, 3, True), strict=True):
+        torch.testing.assert_close(frozen, thawed, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        DiLoCoAlgorithm(2),
+        DiLoCoAlgorithm(2, compressor=ErrorFeedback(MinMaxUInt8(block_size=1))),
+        StreamingDiLoCoAlgorithm(2, fragments=1, overlap=1, alpha=0.0, compressor=None),
+        LowPrecisionDecentralizedAlgorithm(communication_interval=2, compressor=MinMaxUInt8(block_size=1)),
+        PushSumAlgorithm(),
+    ],
+)
+@pytest.mark.parametrize(("loaded_after", "thawed_after"), [(2, 2), (2, 3), (3, 4)])
+def test_thawing_after_weights_were_loaded(algorithm: Algorithm, loaded_after: int, thawed_after: int) -> None:
+    """The ranks load different weights and go on from their mean, as they do without a thawed head."""
+
+    def run(transport: Transport, thaws: bool) -> Tensor:
+        with closing(DDP(TwoHeads(), transport, algorithm=algorithm)) as ddp:
+            optimizer = torch.optim.SGD(ddp.module.parameters(), lr=0.1)
+            train(ddp, optimizer, range(loaded_after))
+            ddp.load_state_dict({name: each + transport.rank for name, each in ddp.state_dict().items()})
+            train(ddp, optimizer, range(loaded_after, thawed_after))
+            ddp.module.head.requires_grad_(thaws)
+            train(ddp, optimizer, range(thawed_after, 8))
             return weights_of(ddp.module.body)
 
     for frozen, thawed in zip(on_ranks(run, 3, False), on_ranks(run, 3, True), strict=True):

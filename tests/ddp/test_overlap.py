@@ -176,11 +176,12 @@ class CountCopies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("spare", [False, True])
-def test_a_gradient_is_copied_once_at_most(spare: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("spare", "num_cores"), [(False, 64), (True, 2), (True, 3)])
+def test_a_gradient_is_copied_once_at_most(spare: bool, num_cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the tensor that autograd made into the bucket; not where autograd adds to what is there, nor alone.
 
-    A communication thread that has a core for itself copies; the training thread then copies nothing.
+    A communication thread that has a core for itself copies; the training thread then copies nothing. Two ranks leave
+    it none of two cores, even where exchanges only wait and so run beside backward.
     """
     copied: list[Tensor] = []
 
@@ -191,6 +192,7 @@ def test_a_gradient_is_copied_once_at_most(spare: bool, monkeypatch: pytest.Monk
     copy = Bucket.copy_in
     monkeypatch.setattr(Bucket, "copy_in", copy_in)
     monkeypatch.setattr(InProcessTransport, "has_spare_core", lambda self: spare)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
 
     def run(transport: Transport) -> list[int]:
         ddp = DDP(nn.Sequential(nn.Linear(7, 7, bias=False), nn.Linear(7, 7, bias=False)), transport)
@@ -202,13 +204,33 @@ def test_a_gradient_is_copied_once_at_most(spare: bool, monkeypatch: pytest.Monk
             seen.append(copies.by_numel[49])
         return seen
 
-    assert on_ranks(run, 2) == [[0, 0, 0] if spare else [2, 2, 0]] * 2
+    assert on_ranks(run, 2) == [[0, 0, 0] if spare and num_cores > 2 else [2, 2, 0]] * 2
     assert len(copied) == 2 * 4
     assert on_ranks(run, 1) == [[0, 0, 0]]
 
 
-def test_a_slow_exchange_holds_back_the_gradients_of_two_buckets_only() -> None:
+def test_cores_are_counted_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Counter[int]()
+
+    def has_spare_core(self: Transport) -> bool:
+        asked[self.rank] += 1
+        return True
+
+    monkeypatch.setattr(InProcessTransport, "has_spare_core", has_spare_core)
+
+    def run(transport: Transport) -> int:
+        ddp = DDP(nn.Sequential(*(nn.Linear(2, 2) for _ in range(10))), transport)
+        ddp(values(1, 2, seed=0)).sum().backward()
+        before = asked[transport.rank]
+        ddp(values(1, 2, seed=0)).sum().backward()
+        return asked[transport.rank] - before
+
+    assert on_ranks(run, 2) == [1, 1]
+
+
+def test_a_slow_exchange_holds_back_the_gradients_of_two_buckets_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The communication thread copies gradients when it comes to their bucket; what this takes in memory is bounded."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     names = ["first", "second", "third", "fourth"]
 
     def run(transport: Transport) -> list[str]:

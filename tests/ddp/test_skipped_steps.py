@@ -22,6 +22,7 @@ from murmura import (
     PushSumAlgorithm,
     QAdamAlgorithm,
     QAdamOptimizer,
+    StreamingDiLoCoAlgorithm,
     Transport,
     TransportError,
     average_losses,
@@ -34,7 +35,9 @@ AFTER_STEP = {
     "diloco": DiLoCoAlgorithm(1),
     "low_precision": LowPrecisionDecentralizedAlgorithm(),
     "push_sum": PushSumAlgorithm(),
+    "streaming_diloco": StreamingDiLoCoAlgorithm(1, fragments=1, overlap=1, compressor=None),
 }
+DIFFER = ("low_precision", "streaming_diloco")  # replicas that are not equal after every exchange
 
 Point = Callable[[DDP, Transport, Path], object]
 POINTS: dict[str, Point] = {
@@ -71,8 +74,32 @@ def test_a_rank_that_skips_joins_the_others_before_it_waits_for_them(name: str, 
             return [each.detach().clone() for each in ddp.module.parameters()]
 
     weights = run_world(run, 2, timeout=5)
-    if name != "low_precision":
+    if name not in DIFFER:
         assert all_equal(weights)
+
+
+WAITS: dict[str, Callable[[DDP], object]] = {
+    "state": lambda ddp: ddp.algorithm_state_dict(),
+    "load": lambda ddp: ddp.module.load_state_dict(ddp.module.state_dict()),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("moments", [False, True])
+def test_a_rank_that_waits_for_a_fragment_gets_that_of_one_that_skips(wait: str, moments: bool) -> None:
+    """Rank 0 has sent its fragment and waits for the outcome; rank 1 comes to a barrier, its step skipped."""
+
+    def run(transport: Transport) -> None:
+        algorithm = StreamingDiLoCoAlgorithm(4, fragments=1, overlap=2, compressor=None, average_moments=moments)
+        with closing(DDP(fill(nn.Linear(4, 2)), transport, algorithm=algorithm)) as ddp:
+            optimizer = torch.optim.SGD(ddp.module.parameters(), lr=0.1)
+            step(ddp, optimizer, transport.rank)
+            step(ddp, optimizer, transport.rank, skip=transport.rank == 1)
+            if transport.rank == 0:
+                WAITS[wait](ddp)
+            transport.barrier()
+
+    run_world(run, 2, timeout=5)
 
 
 @pytest.mark.parametrize("name", AFTER_STEP)
@@ -153,6 +180,25 @@ def test_the_deadline_tells_of_a_skipped_step() -> None:
         else:
             with pytest.raises(TransportError):
                 transport.recv(torch.zeros(1), 0, timeout=SECONDS)  # point to point: it concerns two ranks, not all
+
+    run_world(run, 2, timeout=1)
+
+
+def test_the_deadline_names_the_round_whose_exchange_is_missing() -> None:
+    """No forward tells of a round: two have ended when rank 0 steps, and the exchange after the first comes first."""
+
+    def run(transport: Transport) -> None:
+        ddp = DDP(weight(), transport, algorithm=LocalSGDAlgorithm(1))
+        optimizer = torch.optim.SGD(ddp.module.parameters(), lr=0.1)
+        for _ in range(2):
+            ddp.module.weight.sum().backward()
+        if transport.rank == 0:
+            with pytest.raises(PeerTimeout) as timeout:
+                optimizer.step()
+            assert "the exchange of weights after round 0." in timeout.value.__notes__[0]
+        else:
+            with pytest.raises(TransportError):
+                transport.recv(torch.zeros(1), 0, timeout=SECONDS)
 
     run_world(run, 2, timeout=1)
 

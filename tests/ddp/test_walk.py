@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import threading
@@ -28,7 +29,7 @@ class Call(NamedTuple):
 
 def trace_one_gradient(transport: Transport) -> list[Call]:
     """The calls of murmura's functions in the backward of the second round, in the order in which they began."""
-    type(transport).has_spare_core = lambda self: True  # type: ignore[method-assign]
+    os.sched_getaffinity = lambda pid: set(range(64))  # type: ignore[assignment]
     calls: list[Call] = []
     training = threading.current_thread()
 

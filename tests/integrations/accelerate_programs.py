@@ -67,7 +67,7 @@ def beside_the_plain_loop(algorithm: Algorithm, task: Task) -> tuple[list[Tensor
 
 
 def saved_and_killed(algorithm: Algorithm, task: Task, folder: Path, at: int) -> None:
-    """Save after `at` batches; rank 1 is killed by a signal two batches later."""
+    """Save after `at` batches; rank 1 is killed by a signal two batches later, which may be between two steps."""
     found = accelerator(algorithm, task)
     ddp, steps, loader = prepared(found, task)
 
@@ -135,7 +135,7 @@ def refusals(folder: Path) -> list[str]:
 
 
 def triggered() -> list[Tensor]:
-    """The gradients after two forwards inside no_sync, the second backward of which synchronises."""
+    """The gradients after two forwards inside no_sync, the second backward of which synchronises, and clipped."""
     found = accelerator(ALL_REDUCE, Task())
     ddp = found.prepare(nn.Linear(1, 1, bias=False))
     inputs = torch.full((1, 1), float(dist.get_rank() + 1))
@@ -145,7 +145,9 @@ def triggered() -> list[Tensor]:
     alone = [ddp.module.weight.grad.clone()]
     with found.trigger_sync_in_backward(ddp):
         found.backward(second)
-    return [*alone, ddp.module.weight.grad.clone()]
+    both = ddp.module.weight.grad.clone()
+    found.clip_grad_value_(ddp.parameters(), 5.0)
+    return [*alone, both, ddp.module.weight.grad.clone()]
 
 
 def compiled(algorithm: Algorithm, task: Task, folder: Path) -> tuple[list[Tensor], list[Tensor], bool]:
@@ -161,6 +163,26 @@ def compiled(algorithm: Algorithm, task: Task, folder: Path) -> tuple[list[Tenso
     found.load_state(folder)
     is_found = found.ddp_of(found.unwrap_model(ddp, keep_torch_compile=False)) is ddp
     return weights(ddp), plain(algorithm, task), is_found and all(map(torch.equal, before, weights(ddp)))
+
+
+def skipped_alone(algorithm: Algorithm, folder: Path) -> tuple[list[Any], list[Any]]:
+    """The scheduler and the GradScaler of this rank, which are not those of another, at a save and after a load."""
+    found = accelerator(algorithm, Task())
+    module = nn.Linear(2, 1)
+    steps = optimizer(module.parameters())
+    rank, milestones = dist.get_rank(), torch.optim.lr_scheduler.MultiStepLR(steps, [2, 4])
+    ddp, steps, scheduler = found.prepare(module, steps, milestones)
+    found.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 + rank))  # as with fp16 on a GPU
+    found.backward(ddp(torch.ones(1, 2)).sum())
+    steps.step()
+    for _ in range(2 * rank):
+        scheduler.step()
+    found.save_state(folder)
+    saved = [scheduler.state_dict(), found.scaler.state_dict()]
+    scheduler.step()
+    found.scaler.update(1.0)
+    found.load_state(folder)
+    return saved, [scheduler.state_dict(), found.scaler.state_dict()]
 
 
 def two_models(algorithm: Algorithm, folder: Path) -> list[bool]:

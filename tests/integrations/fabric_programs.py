@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import torch
@@ -47,16 +49,13 @@ def fit(strategy: Any, options: Options, **others: Any) -> Weights:
 
 
 def against_the_plain_loop(name: str) -> dict[str, Any]:
-    """By options: the weights of the plain loop and those with Fabric."""
+    """By options: the weights of the plain loop, those with Fabric, and those of its own strategy."""
     return {
-        case: (loops.train(name, options), fit(MurmuraFabricStrategy(loops.algorithm(name)), options))
-        for case, options in loops.OPTIONS.items()
-    }
-
-
-def against_fabrics_own() -> dict[str, Any]:
-    return {
-        case: (fit("ddp", options), fit("murmura_gradient_allreduce", options))
+        case: (
+            loops.train(name, options),
+            fit(MurmuraFabricStrategy(loops.algorithm(name)), options),
+            fit("ddp", options) if name == "gradient_allreduce" else None,
+        )
         for case, options in loops.OPTIONS.items()
     }
 
@@ -99,6 +98,47 @@ def resumed(name: str, folder: str) -> dict[str, Any]:
         "keys": sorted(plain),
         "step": state["step"],
     }
+
+
+KILLED = loops.OPTIONS["everything"]  # each step has four batches
+
+
+def killed(name: str, folder: str) -> None:
+    """Save after step 11; rank 1 is killed by a signal three batches later."""
+    run, _, model, optimizer = begin(name)
+    train(run, model, optimizer, KILLED, 0, 44)
+    run.save(f"{folder}/checkpoint.ckpt", {"model": model, "optimizer": optimizer})
+    train(run, model, optimizer, KILLED, 44, 47)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(run, model, optimizer, KILLED, 47)
+
+
+def from_the_file(name: str, path: str | None) -> Weights:
+    """Own weights at the end, from the beginning or from a checkpoint after step 11."""
+    run, module, model, optimizer = begin(name)
+    if path is not None:
+        run.load(path, {"model": model, "optimizer": optimizer})
+    train(run, model, optimizer, KILLED, 0 if path is None else 44)
+    result = loops.weights(module)
+    run.strategy.teardown()
+    return result
+
+
+def moments_after_a_change(folder: str) -> list[Any]:
+    """Adam's moments on this rank when a run was resumed and has changed its algorithm, before a step."""
+    run, _, model, optimizer = begin("phased")
+    train(run, model, optimizer, Options(), 0, 11)
+    path = f"{folder}/checkpoint.ckpt"
+    run.save(path, {"model": model, "optimizer": optimizer})
+    before = [each["exp_avg"].clone() for each in optimizer.state_dict()["state"].values()]
+    run.strategy.teardown()
+    again, _, model, optimizer = begin("phased")
+    again.load(path, {"model": model, "optimizer": optimizer})
+    again.backward(model(torch.randn(2, 6)).sum())
+    after = [each["exp_avg"].clone() for each in optimizer.state_dict()["state"].values()]
+    again.strategy.teardown()
+    return [before, after]
 
 
 def two_models() -> list[Weights]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from integrations.loops import ALGORITHMS, Task, plain, weights
@@ -29,11 +30,12 @@ def transformers(device: str, name: str, folder: str) -> dict[str, Any]:
 
     options = {"accumulate": 2, "bf16": True, "use_cpu": device == "cpu", "save_strategy": "steps", "save_steps": 10}
     batches: list[Any] = []
-    found = programs.trained(ALGORITHMS[name], "gpt2", Path(folder) / name, batches, **options)
+    own: list[Tensor] = []
+    found = programs.trained(ALGORITHMS[name], "gpt2", Path(folder) / name, batches, own, **options)
     checkpoint = programs.trainer(ALGORITHMS[name], "gpt2", Path(folder) / name, **options)
     checkpoint.train(resume_from_checkpoint=str(Path(folder) / name / "checkpoint-10"))
     expected = programs.plain(ALGORITHMS[name], "gpt2", batches, 2, "bf16", device)
-    return {f"{name} bf16": (found, expected), f"{name} resumed": (weights(checkpoint.model), found)}
+    return {f"{name} bf16": (own, expected), f"{name} resumed": (weights(checkpoint.model), found)}
 
 
 def main(framework: str, folder: str, device: str) -> None:

@@ -65,6 +65,21 @@ class Plateau(Life):
         return {"optimizer": adam, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
 
 
+class StepPlateau(Life):
+    """With a scheduler that follows a metric of the training step, after every second one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = loops.loss_of(self, *batch)
+        self.log("now", loss, sync_dist=self.sync_dist)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        adam = torch.optim.Adam(self.parameters(), lr=0.01)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(adam, patience=0, threshold=0.5)
+        follows = {"scheduler": plateau, "monitor": "now", "interval": "step", "frequency": 2}
+        return {"optimizer": adam, "lr_scheduler": follows}
+
+
 class Simple(Life):
     """Without a scheduler, for callbacks that bring their own."""
 
@@ -94,10 +109,10 @@ class Kill(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
+def loaders(epoch: Options = EPOCH) -> tuple[DataLoader[Any], DataLoader[Any]]:
     rank = dist.get_rank()
     validation = loops.dataset(Options(steps=2), rank=rank + 10)
-    return DataLoader(loops.dataset(EPOCH), loops.BATCH), DataLoader(validation, loops.BATCH)
+    return DataLoader(loops.dataset(epoch), loops.BATCH), DataLoader(validation, loops.BATCH)
 
 
 def strategy(name: str) -> Any:
@@ -109,12 +124,16 @@ def saves(folder: str) -> ModelCheckpoint:
 
 
 def live(name: str, folder: str, epochs: int = EPOCHS, kill: bool = False, resume: bool = False) -> dict[str, Any]:
-    """A fit with checkpoints in `folder`: from the beginning or the last of them, to the end or to a kill."""
+    """A fit with checkpoints in `folder`: from the beginning or the last of them, to the end or to a kill.
+
+    It accumulates and clips, and the kill comes between two batches of one step.
+    """
+    epoch = Options(steps=5, accumulate=4, clip=0.1)
     life, own = Life(), Own()
     callbacks = [saves(folder), EarlyStopping("val", patience=50), own, *([Kill()] if kill else [])]
     settings = {"callbacks": callbacks, "enable_checkpointing": True, "max_epochs": epochs}
-    run = trainer(strategy(name), **settings)
-    run.fit(life, *loaders(), ckpt_path=f"{folder}/last.ckpt" if resume else None, weights_only=True)
+    run = trainer(strategy(name), epoch, **settings)
+    run.fit(life, *loaders(epoch), ckpt_path=f"{folder}/last.ckpt" if resume else None, weights_only=True)
     return {
         "own": own.own,
         "after": loops.weights(life.net),
@@ -133,16 +152,15 @@ def plain_file(folder: str) -> Weights:
 
 def saved_after_the_fit(name: str, folder: str) -> tuple[Weights, Weights, Weights, Weights]:
     """Own weights of a whole run, and of one that was saved after its fit and resumed; plain weights; the module's."""
-    whole = live(name, f"{folder}/whole")
-    own = Own()
-    life = Life()
+    whole, own, life = Own(), Own(), Life()
+    trainer(strategy(name), callbacks=[whole], max_epochs=EPOCHS).fit(Life(), *loaders())
     first = trainer(strategy(name), max_epochs=2)
     first.fit(life, *loaders())
     first.save_checkpoint(f"{folder}/last.ckpt")
     plain = plain_file(folder)
     second = trainer(strategy(name), callbacks=[own], max_epochs=EPOCHS)
     second.fit(Life(), *loaders(), ckpt_path=f"{folder}/last.ckpt")
-    return whole["own"], own.own, plain, loops.weights(life.net)
+    return whole.own, own.own, plain, loops.weights(life.net)
 
 
 def validate(name: str, folder: str) -> dict[str, Any]:
@@ -188,15 +206,48 @@ def averaged(name: str, which: str, folder: str) -> dict[str, Any]:
         "resumed": again[1].own,
         "after": loops.weights(life.net),
         "validated": life.validated,
+        "averages": averages(next(Path(folder).glob("epoch=2-*.ckpt"))) if which == "swa" else None,
     }
 
 
-def unequal(which: str) -> str:
-    """A metric that is not equal on all ranks decides something: what a fit says."""
-    life: Life = Plateau(sync_dist=False) if which == "plateau" else Simple(sync_dist=False)
+def averages(path: Path) -> tuple[Weights, Weights]:
+    """The averages of StochasticWeightAveraging in the plain file and, if there are any, in this rank's own."""
+    own = next((path.parent / "replicas" / path.name).glob(f"*-rank-{dist.get_rank()}.pt"))
+    checkpoints = torch.load(path), torch.load(own)["checkpoint"]
+    plain, mine = (
+        {
+            name: value
+            for state in each.get("callbacks", {}).values()
+            for name, value in (state.get("average_model_state") or {}).items()
+            if "num_batches" not in name
+        }
+        for each in checkpoints
+    )
+    return plain, mine
+
+
+def unequal(which: str) -> tuple[str, int]:
+    """A metric that is not equal on all ranks decides something: what a fit says, and after how many steps."""
+    kinds = {"plateau": Plateau, "plateau of a step": StepPlateau, "stopping": Simple}
+    life: Life = kinds[which](sync_dist=False)
     callbacks: list[Any] = [EarlyStopping("val")] if which == "stopping" else []
+    run = trainer(strategy("gradient_allreduce"), callbacks=callbacks)
     try:
-        trainer(strategy("gradient_allreduce"), callbacks=callbacks).fit(life, *loaders())
+        run.fit(life, *loaders())
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+        return f"{type(error).__name__}: {error}", run.global_step
+    return "nothing", run.global_step
+
+
+def decisions() -> dict[str, Any]:
+    """Where fits stop, and to what learning rates they come, that follow a metric which is equal on all ranks."""
+    stopping = EarlyStopping("val", patience=2, min_delta=100.0)
+    stopped = trainer(strategy("diloco"), callbacks=[stopping], max_epochs=50)
+    stopped.fit(Simple(), *loaders())
+    found: dict[str, Any] = {"epochs": stopped.current_epoch}
+    for kind in (Plateau, StepPlateau):
+        run = trainer(strategy("diloco"), max_epochs=EPOCHS)
+        run.fit(kind(), *loaders())
+        found[kind.__name__] = run.optimizers[0].param_groups[0]["lr"]
+        assert "lr_scheduler_step" not in vars(run.lightning_module)
+    return found

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from murmura import DDP, Algorithm, DiLoCoAlgorithm
+from murmura import DDP, Algorithm, DiLoCoAlgorithm, GradientAllReduceAlgorithm, LocalSGDAlgorithm, Phased
 from murmura.algorithms import algorithm_named
 
 STEPS = 20
@@ -20,7 +20,9 @@ Weights = dict[str, Tensor]
 
 
 def algorithm(name: str) -> Algorithm:
-    """By name; diloco synchronises several times in `STEPS`."""
+    """By name; diloco synchronises several times in `STEPS`, and "phased" changes to another algorithm after 11."""
+    if name == "phased":
+        return Phased(LocalSGDAlgorithm(2), 11, then=GradientAllReduceAlgorithm())
     return DiLoCoAlgorithm(6) if name == "diloco" else algorithm_named(name)
 
 

@@ -23,9 +23,11 @@ from integrations.loops import ALGORITHMS, CLIP, Task, autocast, batches, model,
 COMPARED = {
     "gradients": ("gradient_allreduce", Task(accumulate=4)),
     "gradients, Ray's own": ("gradient_allreduce", Task(accumulate=4)),
-    "low precision": ("low_precision_decentralized", Task(accumulate=2)),
-    "low precision, bf16": ("low_precision_decentralized", Task(precision="bf16")),
-    "diloco": ("diloco", Task(accumulate=2)),
+    "gradients, bf16": ("gradient_allreduce", Task(accumulate=4, precision="bf16")),
+    "low precision": ("low_precision_decentralized", Task(accumulate=4)),
+    "low precision, bf16": ("low_precision_decentralized", Task(accumulate=4, precision="bf16")),
+    "diloco": ("diloco", Task(accumulate=4)),
+    "diloco, bf16": ("diloco", Task(accumulate=4, precision="bf16")),
 }
 
 
@@ -67,11 +69,30 @@ def algorithm_of(name: str) -> Any:
 
 
 def compare(choices: dict[str, Any]) -> None:
-    """The weights after training in a worker, and after the plain loop, for all of `COMPARED`."""
+    """The weights after training in a worker, and after the plain loop, for all of `COMPARED`, and what is refused."""
     torch.set_num_threads(1)
     pairs = {name: (trained(name), plain(algorithm_of(name), task)) for name, (_, task) in COMPARED.items()}
     saved = {"pairs": pairs, "backend": dist.get_backend(), "world_size": dist.get_world_size()}
+    saved["refused"] = refusals()
     torch.save(saved, Path(choices["folder"]) / f"rank-{dist.get_rank()}.pt")
+
+
+def refusals() -> list[str]:
+    """What is told where a model is wrapped by Ray before, and by Ray on top."""
+    import ray.train.torch
+
+    from murmura import UsageError
+    from murmura.integrations.ray import prepare_model
+
+    told = []
+    wrapped = prepare_model(model(Task()))
+    for wrap in (lambda: prepare_model(ray.train.torch.prepare_model(model(Task()))), lambda: prepare_model(wrapped)):
+        try:
+            wrap()
+        except UsageError as error:
+            told.append(str(error))
+    wrapped.close()
+    return told
 
 
 def survive(choices: dict[str, Any]) -> None:
@@ -81,7 +102,7 @@ def survive(choices: dict[str, Any]) -> None:
     from murmura.integrations.ray import load_checkpoint, prepare_model, save_checkpoint
 
     torch.set_num_threads(1)
-    folder, task, algorithm = Path(choices["folder"]), Task(), ALGORITHMS[choices["algorithm"]]
+    folder, task, algorithm = Path(choices["folder"]), Task(accumulate=4), ALGORITHMS[choices["algorithm"]]
     rank, begin = ray.train.get_context().get_world_rank(), 0
     wrapped = prepare_model(model(task), algorithm=algorithm)
     steps, mine = optimizer(wrapped.parameters()), batches(task)
@@ -92,7 +113,7 @@ def survive(choices: dict[str, Any]) -> None:
             begin = json.loads((Path(found) / "step.json").read_text())
             (folder / f"files-{rank}.json").write_text(json.dumps(sorted(os.listdir(found))))
     for step in range(begin, task.steps):
-        step_on(wrapped, steps, mine[step : step + 1], task)
+        step_on(wrapped, steps, mine[step * task.accumulate : (step + 1) * task.accumulate], task)
         if step == 4 and begin == 0 and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         with tempfile.TemporaryDirectory() as temporary:

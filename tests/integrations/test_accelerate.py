@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,11 +11,12 @@ import torch
 from integrations import accelerate_programs as programs
 from integrations.loops import ALGORITHMS, Task, far, files, mean
 from integrations.ranks import run
+from integrations.test_lightning_launchers import free_port, start
 from murmura import MurmuraError
 
 pytestmark = pytest.mark.timeout(300)
 
-TASKS = {"clipped": Task(), "accumulated": Task(accumulate=4), "bf16": Task(accumulate=2, precision="bf16")}
+TASKS = {"clipped": Task(), "accumulated": Task(accumulate=4), "bf16": Task(accumulate=4, precision="bf16")}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -33,22 +33,30 @@ def test_the_weights_are_those_of_the_plain_loop(world_size: int, task: str, nam
             assert all(torch.equal(*pair) for pair in zip(found, ranks[0][0], strict=True))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_killed_and_resumed_is_as_never_stopped(name: str, tmp_path: Path) -> None:
-    algorithm, task = ALGORITHMS[name], Task()
-    whole = run(programs.trained, 2, algorithm, task)
+@pytest.mark.parametrize(
+    ("name", "world_size"), [("gradient_allreduce", 2), ("low_precision_decentralized", 4), ("diloco", 2)]
+)
+def test_killed_and_resumed_is_as_never_stopped(name: str, world_size: int, tmp_path: Path) -> None:
+    algorithm, task = ALGORITHMS[name], TASKS["accumulated"]
+    whole = run(programs.trained, world_size, algorithm, task)
     with pytest.raises(MurmuraError):
-        run(programs.saved_and_killed, 2, algorithm, task, tmp_path, 4)
-    for found, expected in zip(run(programs.resumed, 2, algorithm, task, tmp_path, 4), whole, strict=True):
+        run(programs.saved_and_killed, world_size, algorithm, task, tmp_path, 16)
+    for found, expected in zip(run(programs.resumed, world_size, algorithm, task, tmp_path, 16), whole, strict=True):
         assert far(found, expected) == 0.0
     from safetensors.torch import load_file
 
-    own = [torch.load(tmp_path / f"own-{rank}.pt") for rank in range(2)]
+    own = [torch.load(tmp_path / f"own-{rank}.pt") for rank in range(world_size)]
     plain = load_file(tmp_path / "model.safetensors")
     parameters = [name for name in plain if "running" not in name and "num_batches" not in name]
     fitting = dict(zip(["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"], mean(own), strict=True))
     assert all(float((plain[each] - fitting[each]).abs().max()) < 1e-12 for each in parameters)
     assert {"murmura-rank-0.pt", "murmura-rank-1.pt", "optimizer.bin"} <= set(files(tmp_path))
+
+
+def test_each_rank_goes_on_with_its_own_scheduler_and_scaler_where_replicas_differ(tmp_path: Path) -> None:
+    ranks = run(programs.skipped_alone, 2, ALGORITHMS["diloco"], tmp_path)
+    assert ranks[0][0] != ranks[1][0]
+    assert all(saved == loaded for saved, loaded in ranks)
 
 
 def test_what_is_saved_is_the_mean_of_the_replicas(tmp_path: Path) -> None:
@@ -84,10 +92,11 @@ def test_what_does_not_work_is_refused(tmp_path: Path) -> None:
     assert "Accelerator(cpu=True)" in lonely
 
 
-def test_a_backward_can_be_told_to_synchronise() -> None:
-    for alone, both in run(programs.triggered, 2):
+def test_a_backward_can_be_told_to_synchronise_and_what_it_gives_is_clipped() -> None:
+    for alone, both, clipped in run(programs.triggered, 2):
         assert alone.item() in (1.0, 2.0)
         assert both.item() == (11.0 + 22.0) / 2
+        assert clipped.item() == 5.0
 
 
 SCRIPT = """
@@ -102,15 +111,21 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 accelerator.save_state("state")
-print("distance", model.consensus_distance(), type(model).__module__, "on", dist.get_backend())
+line = f"{type(model).__module__} on {dist.get_backend()}, distance {model.consensus_distance()}"
+print(line + "\\n", end="")  # one write, for both ranks have one output
 accelerator.end_training()
 """
 
 
-@pytest.mark.parametrize("launcher", ["accelerate", "torchrun", "murmura"])
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun", "murmura", "slurm"])
 def test_launchers_start_it(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
+    variables: list[dict[str, str]] = [{}]
+    if launcher == "slurm":  # its variables, for there is no srun here
+        job = {"SLURM_JOB_ID": "4242", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2"}
+        job |= {"SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "127.0.0.1", "MASTER_PORT": free_port()}
+        variables = [{**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
     command = {
         "accelerate": [
             "-m",
@@ -123,10 +138,10 @@ def test_launchers_start_it(launcher: str, tmp_path: Path) -> None:
         ],
         "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
         "murmura": ["-m", "murmura", "run", "-n", "2"],
+        "slurm": [],
     }[launcher]
-    done = subprocess.run(
-        [sys.executable, *command, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("murmura.ddp.ddp on murmura") == 2
+    processes = [start(sys.executable, *command, str(script), cwd=tmp_path, **each) for each in variables]
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), "".join(outputs)[-3000:]
+    assert "".join(outputs).count("murmura.ddp.ddp on murmura") == 2
     assert {"murmura-rank-0.pt", "murmura-rank-1.pt", "model.safetensors"} <= set(files(tmp_path / "state"))

@@ -10,5 +10,6 @@ from integrations.pages import TORCHRUN, run_script_of
 
 
 @pytest.mark.timeout(300)
-def test_the_script_of_the_page_runs(tmp_path: Path) -> None:
-    run_script_of("accelerate.md", tmp_path, *TORCHRUN)
+@pytest.mark.parametrize("launcher", [TORCHRUN, ()], ids=["two ranks", "one process"])
+def test_the_script_of_the_page_runs(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    run_script_of("accelerate.md", tmp_path, *launcher)

@@ -29,8 +29,9 @@ def test_importing_murmura_takes_hardly_longer_than_torch() -> None:
     assert both <= 1.3 * alone
 
 
-def test_without_lightning_the_error_tells_what_to_install() -> None:
-    """Runs in `make test-integrations` too: there the import is blocked."""
-    script = "import sys\nsys.modules['lightning'] = None\nimport murmura.integrations.lightning"
+@pytest.mark.parametrize("name", ["lightning", "accelerate", "transformers", "ray"])
+def test_without_a_framework_the_error_tells_what_to_install(name: str) -> None:
+    """The framework is there, and its import is blocked."""
+    script = f"import sys\nsys.modules[{name!r}] = None\nimport murmura.integrations.{name}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert "pip install 'murmura[lightning]'" in done.stderr
+    assert f"pip install 'murmura[{name}]'" in done.stderr

@@ -16,10 +16,12 @@ NOT_PASSED_ON = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT
 pytestmark = pytest.mark.timeout(900)
 
 
-def start(*command: str, **variables: str) -> subprocess.Popen[str]:
+def start(*command: str, cwd: Path | None = None, **variables: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(NOT_PASSED_ON)}
     environment |= {"OMP_NUM_THREADS": "1", **variables}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def check(folder: Path, *processes: subprocess.Popen[str]) -> None:
@@ -53,7 +55,8 @@ def test_murmura_run_starts_the_ranks(tmp_path: Path) -> None:
     check(tmp_path, start(sys.executable, "-m", "murmura", "run", "-n", "2", SCRIPT, str(tmp_path)))
 
 
-def test_slurm_starts_the_ranks(tmp_path: Path) -> None:
+def test_slurms_variables_place_the_ranks(tmp_path: Path) -> None:
+    """Without srun, which is not here."""
     job = {
         "SLURM_JOB_ID": "4242",
         "SLURM_JOB_NAME": "training",

@@ -22,6 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "four": {"num_workers": 4, "backend": "gloo", "algorithm": None},
     "two": {"num_workers": 2, "backend": "murmura", "algorithm": None},
     "killed": {"num_workers": 4, "backend": "gloo", "algorithm": "low_precision_decentralized"},
+    "killed, diloco": {"num_workers": 2, "backend": "murmura", "algorithm": "diloco"},
 }
 
 
@@ -71,18 +72,29 @@ def workers_of(folder: Path, case: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", ["two", "four"])
 def test_the_weights_are_those_of_the_plain_loop(case: str, folder: Path) -> None:
     """Also Ray's own wrapper's, where gradients are averaged."""
-    for worker in workers_of(folder, case):
+    workers = workers_of(folder, case)
+    for worker in workers:
         for name, (found, plain) in worker["pairs"].items():
             assert far(found, plain) <= (1e-6 if "bf16" in name else 1e-9), name
+            if name != "gradients, Ray's own":
+                is_equal = far(found, workers[0]["pairs"][name][0]) == 0.0
+                assert is_equal == (name.startswith("gradients") or worker is workers[0]), name
         assert (worker["world_size"], worker["backend"]) == (CASES[case]["num_workers"], CASES[case]["backend"])
 
 
-def test_a_worker_that_dies_is_restarted_from_the_last_checkpoint(folder: Path) -> None:
-    workers = workers_of(folder, "killed")
+def test_a_model_that_is_wrapped_is_refused(folder: Path) -> None:
+    for worker in workers_of(folder, "two"):
+        assert len(worker["refused"]) == 2
+        assert all("already wrapped" in each for each in worker["refused"]), worker["refused"]
+
+
+@pytest.mark.parametrize("case", ["killed", "killed, diloco"])
+def test_a_worker_that_dies_is_restarted_from_the_last_checkpoint(case: str, folder: Path) -> None:
+    workers = workers_of(folder, case)
     for worker in workers:
         assert 1 <= worker["begin"] <= 4  # which report was the last that Ray has taken notice of
         assert far(*worker["pair"]) <= 1e-12  # as if nothing had happened
-    files = json.loads((folder / "killed" / "files-0.json").read_text())
+    files = json.loads((folder / case / "files-0.json").read_text())
     assert {"model.pt", "optimizers.pt", *(f"murmura-rank-{rank}.pt" for rank in range(len(workers)))} <= set(files)
-    plain = torch.load(folder / "killed" / "mean.pt")
+    plain = torch.load(folder / case / "mean.pt")
     assert far([plain[each] for each in PARAMETERS], mean([worker["pair"][0] for worker in workers])) < 1e-12

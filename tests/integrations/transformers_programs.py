@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from integrations.loops import autocast, weights
+from integrations.loops import autocast, far, weights
 from murmura import DDP, Algorithm
 
 STEPS = 20
@@ -96,7 +96,9 @@ def trainer(algorithm: Algorithm | None, kind: str, folder: Path, accumulate: in
 def plain(
     algorithm: Algorithm, kind: str, batches: list[Any], accumulate: int, precision: str, device: str = "cpu"
 ) -> list[Tensor]:
-    """The mean of the replicas after the plain loop."""
+    """The weights of this rank after the plain loop."""
+    # Transformers does not divide a classifier's loss: its Trainer takes it for one that the number of items divides.
+    share = 1 if kind == "bert" else accumulate
     with contextlib.closing(DDP(model(kind).to(device), algorithm=algorithm)) as ddp:
         steps = torch.optim.SGD(ddp.parameters(), lr=0.05)
         ddp.train()
@@ -104,21 +106,27 @@ def plain(
             is_last = index % accumulate == 0
             with contextlib.nullcontext() if is_last else ddp.no_sync():
                 with autocast(device, precision):
-                    loss = ddp(**{name: value.to(device) for name, value in batch.items()})["loss"] / accumulate
+                    loss = ddp(**{name: value.to(device) for name, value in batch.items()})["loss"] / share
                 loss.backward()
             if is_last:
                 nn.utils.clip_grad_norm_(ddp.parameters(), CLIP)
                 steps.step()
                 steps.zero_grad()
-        with ddp.average_parameters():
-            return weights(ddp.module)
+        return weights(ddp.module)
 
 
 def trained(
-    algorithm: Algorithm | None, kind: str, folder: Path, batches: list[Any] | None = None, **options: Any
+    algorithm: Algorithm | None,
+    kind: str,
+    folder: Path,
+    batches: list[Any] | None = None,
+    own: list[Tensor] | None = None,
+    **options: Any,
 ) -> list[Tensor]:
-    """The weights by a Trainer; the batches that it trains on are added to `batches`."""
+    """The weights by a Trainer; the batches that it trains on are added to `batches`, this rank's weights to `own`."""
     found = trainer(algorithm, kind, folder, **options)
+    if own is not None:
+        found.add_callback(at_the_end(own))
     if batches is not None:
         step = found.training_step
 
@@ -132,48 +140,122 @@ def trained(
     return weights(found.model)
 
 
-def beside_the_plain_loop(
-    algorithm: Algorithm, kind: str, folder: Path, accumulate: int, bf16: bool
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The weights by MurmuraTrainer, by the plain loop, and by Transformers' own Trainer."""
-    # Transformers multiplies a classifier's loss by the number of ranks otherwise: it counts tokens that are none.
-    options = {"accumulate": accumulate, "bf16": bf16, "average_tokens_across_devices": kind == "gpt2"}
-    batches: list[Any] = []
-    found = trained(algorithm, kind, folder, batches, **options)
-    expected = plain(algorithm, kind, batches, accumulate, "bf16" if bf16 else "no")
-    return found, expected, trained(None, kind, folder, **options)
+def at_the_end(own: list[Tensor]) -> Any:
+    """A callback that adds the weights of this rank to `own`, before the trainer leaves the mean of all."""
+    import transformers
+
+    class Own(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_end(self, args: Any, state: Any, control: Any, model: Any, **named: Any) -> None:
+            own.extend(weights(model))
+
+    return Own()
+
+
+def beside_the_plain_loop(algorithm: Algorithm, folder: Path, bf16: bool) -> dict[str, Any]:
+    """By kind of model: own weights by MurmuraTrainer, the model's afterwards, own by the plain loop, and those by
+    Transformers' own Trainer; with accumulation and clipping."""
+    found = {}
+    for kind in ("gpt2", "bert"):
+        # Transformers multiplies a classifier's loss by the number of ranks otherwise: it counts tokens that are none.
+        options = {"accumulate": 4, "bf16": bf16, "average_tokens_across_devices": kind == "gpt2"}
+        batches: list[Any] = []
+        own: list[Tensor] = []
+        after = trained(algorithm, kind, folder, batches, own, **options)
+        expected = plain(algorithm, kind, batches, 4, "bf16" if bf16 else "no")
+        found[kind] = own, after, expected, trained(None, kind, folder, **options)
+    return found
+
+
+def choices(algorithm: Algorithm, folder: Path) -> tuple[dict[str, float], str]:
+    """How far weights are from the plain loop's, by what TrainingArguments choose, and what is told of FSDP."""
+    import murmura
+
+    apart: dict[str, float] = {}
+    for option in ("gradient_checkpointing", "torch_compile"):
+        batches: list[Any] = []
+        own: list[Tensor] = []
+        others = {"torch_compile_backend": "eager"} if option == "torch_compile" else {}
+        trained(algorithm, "gpt2", folder, batches, own, max_steps=8, **{option: True}, **others)
+        apart[option] = far(own, plain(algorithm, "gpt2", batches, 1, "no"))
+    half = trained(algorithm, "gpt2", folder, max_steps=8, fp16=True)
+    apart["fp16"] = far(half, trained(None, "gpt2", folder, max_steps=8, fp16=True))
+    try:
+        trainer(algorithm, "gpt2", folder, fsdp=True)
+    except murmura.ConfigError as error:
+        return apart, str(error)
+    return apart, "nothing"
+
+
+def plateau(algorithm: Algorithm, folder: Path) -> list[float]:
+    """The learning rates of a run whose scheduler follows a metric that is random on every rank."""
+    random = torch.Generator().manual_seed(dist.get_rank())
+
+    def metrics(_: Any) -> dict[str, float]:
+        return {"noise": float(torch.rand(1, generator=random))}
+
+    found = trainer(
+        algorithm,
+        "bert",
+        folder,
+        compute_metrics=metrics,
+        lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"patience": 0, "factor": 0.5},
+        metric_for_best_model="noise",
+        eval_strategy="steps",
+        eval_steps=2,
+        logging_steps=1,
+    )
+    rates: list[float] = []
+    found.add_callback(rates_after(rates))
+    found.train()
+    return rates
+
+
+def rates_after(rates: list[float]) -> Any:
+    """A callback that adds the learning rate at each step to `rates`."""
+    import transformers
+
+    class Rates(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any, **named: Any) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    return Rates()
 
 
 def killed(algorithm: Algorithm, folder: Path) -> None:
-    """Save every five steps; rank 1 is killed by a signal after step 12."""
+    """Save every five steps; rank 1 is killed by a signal between two batches of step 13."""
     import transformers
 
     class Killing(transformers.TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        def on_substep_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             if state.global_step == 12 and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     trained(algorithm, "gpt2", folder, callbacks=[Killing()], **CHECKPOINTS)
 
 
-CHECKPOINTS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5, "optim": "adamw_torch"}
+CHECKPOINTS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5, "optim": "adamw_torch", "accumulate": 4}
 
 
 def uninterrupted(algorithm: Algorithm, folder: Path) -> list[Tensor]:
-    return trained(algorithm, "gpt2", folder, **CHECKPOINTS)
+    """This rank's weights at the end."""
+    own: list[Tensor] = []
+    trained(algorithm, "gpt2", folder, own=own, **CHECKPOINTS)
+    return own
 
 
 def resumed(algorithm: Algorithm, folder: Path) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The weights at the end, those of checkpoint-10 by from_pretrained, and this rank's own there."""
+    """This rank's weights at the end, those of checkpoint-10 by from_pretrained, and this rank's own there."""
     import transformers
 
     checkpoint = folder / "checkpoint-10"
     loaded = transformers.GPT2LMHeadModel.from_pretrained(checkpoint)
     own = torch.load(checkpoint / f"murmura-rank-{dist.get_rank()}.pt")["model"]
-    found = trainer(algorithm, "gpt2", folder, **CHECKPOINTS)
+    found, last = trainer(algorithm, "gpt2", folder, **CHECKPOINTS), []
+    found.add_callback(at_the_end(last))
     found.train(resume_from_checkpoint=str(checkpoint))
     names = [name for name, _ in loaded.named_parameters()]
-    return weights(found.model), weights(loaded), [own[name] for name in names if name in own]
+    return last, weights(loaded), [own[name] for name in names if name in own]
 
 
 def best(algorithm: Algorithm, folder: Path, stops: bool) -> tuple[int, str, float, float, list[Tensor], list[Tensor]]:

@@ -20,7 +20,8 @@ import pytest
 from launch.scripts import COMMAND, FAIL, ONCE, PORTS, STAY, STOP, TELL, murmura_run, write
 from murmura import ConfigError, DistributedConfig
 from murmura.launch.launcher import launch
-from murmura.launch.plan import LaunchPlan, num_cores, parse_num_ranks, read_secret
+from murmura.launch.plan import LaunchPlan, parse_num_ranks, read_secret
+from murmura.transports.host import num_cores
 
 
 @pytest.fixture(autouse=True)

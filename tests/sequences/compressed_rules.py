@@ -1,8 +1,9 @@
 """What each algorithm of few bytes owes its replicas, and over directed graphs: see `rules`.
 
 A step that is skipped leaves nothing: when a round begins and nothing is left of the gradients of the last, without a
-step, what messages lost since counts as it did before. A draw at random is not taken back. What messages lost stays
-with its parameter when gradients travel in another order; the draws then begin anew.
+step, what messages lost since counts as it did before. So it does for a parameter that no rank used, whose gradient
+stays None. A draw at random is not taken back. What messages lost stays with its parameter when gradients travel in
+another order; the draws then begin anew.
 """
 
 from __future__ import annotations
@@ -66,6 +67,14 @@ def lossy_mean(
     return mean, now, of_mean
 
 
+def mixed(now: Mapping[str, Tensor] | set[str], before: Mapping[str, Tensor] | set[str], names: set[str]) -> object:
+    """`before` for `names`, and `now` for the others."""
+    if isinstance(now, set):
+        return (now - names) | (set(before) & names)
+    others = {name: each for name, each in now.items() if name not in names}
+    return others | {name: before[name] for name in names if name in before}  # type: ignore[index]
+
+
 class LossyGradients(MeanGradients):
     """What skipped steps leave, and how means become gradients, where they are not plain means."""
 
@@ -79,6 +88,13 @@ class LossyGradients(MeanGradients):
 
     def take_back(self, snapshot: object) -> None:
         raise NotImplementedError
+
+    def take_back_of(self, names: set[str]) -> None:
+        """Take back what `before` holds of the parameters `names`."""
+        now = copy.deepcopy(self.snapshot())
+        self.take_back(self.before)
+        was = self.snapshot()
+        self.take_back(tuple(mixed(new, old, names) for new, old in zip(now, was, strict=True)))  # type: ignore[call-overload]
 
     def mean(self, everyone: list[Shares], used: set[str]) -> Waiting:
         """Returns the mean by name of what ranks bring."""
@@ -99,21 +115,22 @@ class LossyGradients(MeanGradients):
     def end(self) -> Waiting:
         rank, size = self.rank, self.rank.board.size
         mine = {name: None if each.grad is None else each.grad.clone() for name, each in rank.included()}
-        everyone = yield from rank.exchange("gradients", (rank.weight, mine))
-        used = {name for _, theirs in everyone for name, each in theirs.items() if each is not None}
+        everyone = yield from rank.exchange("gradients", (rank.weight, mine, dict(rank.own_gradients)))
+        used = {name for _, theirs, _ in everyone for name, each in theirs.items() if each is not None}
         zeros = {name: torch.zeros_like(each) for name, each in rank.included()}
-        whole = [{name: zeros[name] if each is None else each for name, each in own.items()} for _, own in everyone]
+        weight = sum(weight for weight, *_ in everyone) / size
+        whole = []
+        for _, theirs, new in everyone:  # ranks without data bring zeros; what earlier rounds left is a mean already
+            own = {name: zeros[name] if each is None else each for name, each in theirs.items()}
+            if weight not in (0.0, 1.0):
+                recent = {name: zeros[name] if theirs[name] is None else new.get(name, zeros[name]) for name in own}
+                own = {name: recent[name] / weight + (each - recent[name]) for name, each in own.items()}
+            whole.append(own)
         means: Shares = yield from self.mean(whole, used)
-        weight = sum(weight for weight, _ in everyone) / size
+        self.take_back_of({name for name, _ in rank.included()} - used)
         for name, parameter in rank.included():
-            if name not in used:
-                continue
-            new = means[name]
-            if weight not in (0.0, 1.0):  # ranks without data brought zeros; what earlier rounds left is a mean already
-                own = mine[name]
-                earlier = zeros[name] if own is None else own - rank.own_gradients.get(name, zeros[name])
-                new = (new - earlier) / weight + earlier
-            parameter.grad = new.clone()
+            if name in used:
+                parameter.grad = means[name].clone()
         self.num_rounds += 1
 
 
@@ -165,7 +182,8 @@ def flat_of(values: Mapping[str, Tensor], like: Mapping[str, Tensor], names: Seq
 class PowerSGD(LossyGradients):
     """M <- g + e; P = mean M Q, normed; Q = mean M^T P; g <- P Q^T; e <- M - P Q^T; of rank one.
 
-    A parameter that nobody uses sends its errors until their mean is zero but for rounding errors, and so is Q then.
+    A parameter without gradients but zeros sends its errors until their mean is zero but for rounding errors, and so is
+    Q then.
     """
 
     kept = ("before", "num_rounds", "errors", "factors", "noise")
@@ -282,12 +300,13 @@ class QAdamSign(QAdam):
         super().__init__(*args)  # type: ignore[arg-type]
         self.lost = self.lost_of_mean = torch.zeros(0)
 
-    def quantised_mean(self, everyone: list[Tensor]) -> Waiting:
+    def quantised_mean(self, everyone: list[Tensor], is_used: Tensor) -> Waiting:
         if self.lost.shape != everyone[0].shape:
             self.lost, self.lost_of_mean = torch.zeros_like(everyone[0]), torch.zeros_like(everyone[0])
         lost = yield from self.rank.exchange("lost", self.lost.clone())
-        mean, now, self.lost_of_mean = lossy_mean("qadam_sign", everyone, lost, self.lost_of_mean)
-        self.lost = now[self.rank.number]
+        mean, now, of_mean = lossy_mean("qadam_sign", everyone, lost, self.lost_of_mean)
+        self.lost = torch.where(is_used, now[self.rank.number], self.lost)
+        self.lost_of_mean = torch.where(is_used, of_mean, self.lost_of_mean)
         return mean
 
 

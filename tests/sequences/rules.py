@@ -355,13 +355,17 @@ class QAdam(MeanGradients):
         adam.fold()
         moments = [adam.first(name) for name, _ in trained]
         everyone = yield from self.rank.exchange("moments", torch.cat([each.reshape(-1) for each in moments]))
-        mean = yield from self.quantised_mean(everyone)
+        is_used = [
+            torch.full((each.numel(),), name in used_anywhere) for (name, _), each in zip(trained, moments, strict=True)
+        ]
+        mean = yield from self.quantised_mean(everyone, torch.cat(is_used))
         pieces = torch.split(mean, [each.numel() for each in moments])
         for (name, _), moment, piece in zip(trained, moments, pieces, strict=True):
             if name in used_anywhere:
                 moment.copy_(piece.view(moment.shape))
 
-    def quantised_mean(self, everyone: list[Tensor]) -> Generator[Any, Any, Tensor]:
+    def quantised_mean(self, everyone: list[Tensor], is_used: Tensor) -> Generator[Any, Any, Tensor]:
+        """The mean; of an element that nobody uses it comes to nothing."""
         parts = []
         for chunk in chunks(everyone[0].numel(), len(everyone)):
             arrived = [eight_bits(each[chunk]) for each in everyone]

@@ -101,7 +101,8 @@ def test_lists_are_read_once_each_and_in_order() -> None:
 
 
 def test_everybody_competes() -> None:
-    assert NetworkSpec().contestants() == [TORCH_DDP, FP16, POWER_SGD, *algorithm_names(), BARE]
+    few_bytes = [f"gradient_allreduce:compressor={name}" for name in ("uint4", "sign", "topk")]
+    assert NetworkSpec().contestants() == [TORCH_DDP, FP16, POWER_SGD, *algorithm_names(), *few_bytes, BARE]
     assert NetworkSpec(against=(), algorithms=("diloco",)).contestants() == ["diloco", BARE]
     assert MODEL.num_parameters() == pytest.approx(10e6, rel=0.01)
 

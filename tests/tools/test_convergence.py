@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from murmura import ConfigError
+from murmura import ConfigError, UsageError
 from murmura.tools.experiments import convergence, convergence_report
 from murmura.tools.experiments.charts import Axis, Line, LineChart
 from murmura.tools.experiments.convergence import BUDGETS, METHODS, PLAIN, Method, Results, Run, Study, Trigrams
@@ -110,6 +110,31 @@ def test_a_chart_has_a_band_for_each_curve_and_room_for_it() -> None:
     drawn = LineChart("bands", Axis("x"), Axis("y"), [line]).to_svg()
     top, bottom = "64.0,36.0", "64.0,312.0"  # of the place for curves: 4 and 1
     assert f'points="{top} 624.0,220.0 624.0,220.0 {bottom}"' in drawn
+
+
+def test_a_run_is_read_by_the_names_of_its_fields(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"excess": [0.5], "steps": 2, "seed": 1, "rate": 0.01, "algorithm": "local_sgd"}\n')
+    assert convergence.read(path) == {Run("local_sgd", 0.01, 1, 2): [0.5]}
+    path.write_text('{"steps": 2, "seed": 1, "rate": 0.01, "algorithm": "local_sgd"}\n')
+    with pytest.raises(ConfigError, match=r"no run"):
+        convergence.read(path)
+
+
+def test_a_run_leaves_the_number_of_threads_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        torch.set_num_threads(1)
+        raise UsageError("no run")
+
+    monkeypatch.setattr(convergence, "run_world", fail)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(UsageError):
+            convergence.train(Run(PLAIN, 0.01, 1, 2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_line_that_is_no_run_is_refused(tmp_path: Path) -> None:

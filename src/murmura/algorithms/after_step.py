@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -14,18 +16,25 @@ from murmura.algorithms.weights import FlatWeights
 from murmura.errors import PeerTimeout
 from murmura.types import Exchanges, ReduceOp
 
+if TYPE_CHECKING:
+    from murmura.transports.base import Transport
+
 
 class AfterStepImpl(AlgorithmImpl, ABC):
     """Calls `communicate` once for each round that `is_due`: on every rank as often, whichever steps are skipped.
 
     That is after the optimizers' steps. A rank that skipped its step communicates before its next round, or as soon as
     it would wait for others in an operation of the user's while these wait for it. It cannot know by itself whether
-    its step was skipped or is still to come, so the ranks vote: they communicate if any has stepped.
+    its step was skipped or is still to come, so the ranks vote: they communicate if any has stepped. Where nobody waits
+    for the exchange that follows a step, it begins with the vote, so that nobody waits for that either.
     """
 
     exchanges = Exchanges.WEIGHTS
     due_round = -1
     """The round that `communicate` is called for."""
+
+    has_voted = False
+    """Whether the ranks have voted when `communicate` is called; if not, the exchange that it starts begins so."""
 
     _is_last_due = False
     _is_restarted = False  # other weights were loaded, which may differ between the ranks
@@ -48,6 +57,10 @@ class AfterStepImpl(AlgorithmImpl, ABC):
     def waits_after(self, number: int) -> bool:
         """Whether this rank waits for others when it communicates after round `number`: then they vote before."""
         return True
+
+    def channel_beside(self, number: int) -> Transport | None:
+        """Where the exchange travels that begins after round `number` and does not wait; None if none begins."""
+        return None
 
     @abstractmethod
     def use(self, weights: FlatWeights) -> None:
@@ -96,17 +109,25 @@ class AfterStepImpl(AlgorithmImpl, ABC):
 
     def _has_any_stepped(self, here: bool) -> bool:
         """Whether a rank has stepped, or will not: so that the exchange is due now."""
-        if self.process_group.world_size == 1 or not (self._is_restarted or self.waits_after(self._due[0])):
+        number = self._due[0]
+        waits = self._is_restarted or self.waits_after(number)
+        channel = self.process_group if waits else self.channel_beside(number)
+        self.has_voted = waits or not here
+        if self.process_group.world_size == 1 or channel is None or not self.has_voted:
             return here
+        return self.vote(channel, number, here)
+
+    def vote(self, channel: Transport, number: int, here: bool) -> bool:
+        """Whether this rank or another has stepped, or will not, after round `number`. Collective, in any thread."""
         # Where the transport works: on a GPU the host then does not wait, for whoever votes yes knows the outcome.
-        device = self.process_group.device
+        device = channel.device
         vote = torch.full((1,), int(here), dtype=torch.int32, device="cpu" if device is None else device)
         try:
-            self.process_group.all_reduce(vote, ReduceOp.MAX)
+            channel.all_reduce(vote, ReduceOp.MAX)
         except PeerTimeout as error:
             error.add_note(
-                f"Rank {error.peer} has not come to the exchange of weights after round {self._replica.round - 1}. Did "
-                "it skip its optimizer's step? Then it comes before its next forward or murmura collective; one of "
+                f"Rank {error.peer} has not come to the exchange of weights after round {number}. Did it skip its "
+                "optimizer's step? Then it comes before its next forward or murmura collective; one of "
                 "torch.distributed's own cannot be seen, and must not stand between."
             )
             raise
@@ -116,8 +137,16 @@ class AfterStepImpl(AlgorithmImpl, ABC):
         state = self.state_dict()
         self._weights = self._weights.extended()
         self.use(self._weights)
-        self.load_state_dict(state)
+        self.take_state(state)
 
     def weights_replaced(self) -> None:
         self.use(self._weights)
         self._is_restarted = True
+
+    def take_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned; what it says nothing of stays as `use` has left it."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was saved: the weights that were loaded before are those that belong to it."""
+        self.take_state(state)
+        self._is_restarted = False

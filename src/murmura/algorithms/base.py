@@ -84,6 +84,12 @@ class AlgorithmImpl:
     averages = True
     """Whether gradients come back as a mean, which uneven data then weights."""
 
+    weighs_first = False
+    """Whether uneven data weights the gradients before their exchange, and not the mean that comes back.
+
+    So where messages carry more than gradients, such as what earlier ones lost, which must count once.
+    """
+
     def __init__(self, process_group: Transport, **choices: Any) -> None:
         """Made by `Algorithm.reify` with the fields of the declaration, which become attributes of the same names."""
         self.process_group = process_group
@@ -117,6 +123,12 @@ class AlgorithmImpl:
 
         On NCCL it is called in backward's thread, where the communication stream is the current one: what it launches
         there overlaps with backward, and to block would hold backward up.
+        """
+
+    def parameters_unused(self, names: Sequence[str]) -> None:
+        """Called before `after_backward` if no rank has a gradient of these parameters, on every rank with the same.
+
+        They were exchanged as zeros, and stay without a gradient: what came back of them is thrown away.
         """
 
     def after_backward(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +82,28 @@ class CompressedMean(ABC):
             for encoder, residual in zip(self._all_encoders, self._kept, strict=True):
                 encoder.set_residual(residual)
             self._kept = None
+
+    def restore_kept_of(self, unused: Collection[str], names: Sequence[str], numels: Sequence[int]) -> None:
+        """The means of the parameters `unused` have been thrown away: what was kept of these counts again.
+
+        `names` and `numels` say which parameters the tensor is made of, end to end.
+        """
+        if self._kept is None:
+            return
+        ends = list(itertools.accumulate(numels))
+        spans = [(end - numel, end) for name, numel, end in zip(names, numels, ends, strict=True) if name in unused]
+        starts = [0, *itertools.accumulate(self._lengths)][:-1]
+        if self._mean_chunk is not None:
+            starts.append(self._mean_chunk.start)
+        for encoder, kept, start in zip(self._all_encoders, self._kept, starts, strict=False):
+            if (now := encoder.residual) is None:
+                continue
+            now = now.clone()
+            before = torch.zeros_like(now) if kept is None else kept
+            for low, high in spans:
+                part = slice(max(0, low - start), max(0, high - start))
+                now[part] = before[part]
+            encoder.set_residual(now)
 
     # Elements that move to other tensors
 

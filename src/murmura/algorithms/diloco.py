@@ -115,6 +115,9 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
     def waits_after(self, number: int) -> bool:
         return self.overlap == 0 or self.averages_moments_after(number)
 
+    def channel_beside(self, number: int) -> Transport | None:
+        return None if self._fragment_after(number) is None else self._channel
+
     def averages_moments_after(self, number: int) -> bool:
         return self.average_moments and (number + 1) % self.interval == 0
 
@@ -143,7 +146,14 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         if self.overlap:
             tensors = [each for part in parts for each in (part.stage, part.theta, part.velocity)]
             what = f"the exchange of fragment {index} after round {self.due_round}"
-            self._arrival.pending = self._background.start(what, tensors, lambda: self._outer_step(parts))
+            votes_on = None if self.has_voted or self._channel.world_size == 1 else self.due_round
+
+            def exchange() -> None:
+                if votes_on is not None:
+                    self.vote(self._channel, votes_on, True)
+                self._outer_step(parts)
+
+            self._arrival.pending = self._background.start(what, tensors, exchange)
         else:
             self._outer_step(parts)
             self._take_over()
@@ -261,23 +271,47 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
             },
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def take_state(self, state: Mapping[str, Any]) -> None:
         self._await_exchange()
-        self._is_restarted = False
         for own, saved in ((self._theta, state["theta"]), (self._velocity, state["velocity"])):
             flats = self._as_flats(own)
             self._weights.load_by_name(flats, saved)
             for each, flat in zip(own, flats, strict=True):
                 each.copy_(flat[: each.numel()])
-        means = self._means()
-        if len(state["compressed"]) == len(means):
-            for mean, saved in zip(means, state["compressed"], strict=True):
-                mean.load_state_dict(saved)
+        for mean, saved in zip(self._means(), state["compressed"], strict=False):
+            mean.load_state_dict(saved)
         arrival = state.get("arrival")
         if arrival is not None:
-            parts = [([Piece(*each) for each in pieces], stage.clone()) for pieces, stage in arrival["parts"]]
-            arrival = _Arrival(arrival["fragment"], arrival["round"], parts)
+            # What has been frozen since takes part no more, and neither does what has come for it.
+            parts = [
+                self._weights.held_pieces([Piece(*each) for each in pieces], stage)
+                for pieces, stage in arrival["parts"]
+            ]
+            arrival = _Arrival(arrival["fragment"], arrival["round"], [part for part in parts if part[0]])
         self._arrival = arrival
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if any(any(each["encoders"]) or each["mean_encoder"] for each in state["compressed"]):
+            self._check_same_cut(state)
+        super().load_state_dict(state)
+
+    def _check_same_cut(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state whose fragments are others than those here: what compression left over belongs to them."""
+        saved, here = len(state["compressed"]), len(self._means())
+        if saved != here:
+            raise ConfigError(
+                f"what compression left over was saved in {saved} parts, and here are {here}: one for each fragment "
+                "and dtype, none without a compressor or in a world of one. Go on with the same choices, or leave the "
+                "algorithm's state out."
+            )
+        names = {name for each in self._weights.parameters_of for name in each}
+        for these, when in ((set(state["theta"]) - names, "then, and not here"), (names - set(state["theta"]), "here")):
+            if these:
+                raise ConfigError(
+                    f"{', '.join(map(repr, sorted(these)))} took part {when}: so the fragments are cut otherwise, to "
+                    "which belongs what compression left over. Freeze the same parameters as when the state was saved, "
+                    "or leave the algorithm's state out."
+                )
 
     def _by_name(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
         named = self._weights.by_name(self._as_flats(values))

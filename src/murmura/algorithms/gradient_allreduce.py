@@ -40,6 +40,7 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     def __init__(self, process_group: Transport, **choices: Any) -> None:
         super().__init__(process_group, **choices)
         self.averages = self.average
+        self.weighs_first = self.compressor is not None
         self._hierarchy = Hierarchy(process_group, self.hierarchical)
         self._codec = CodecThread()
         self._means: dict[int, CompressedMean] = {}  # by index of the bucket
@@ -76,6 +77,13 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
             mean.keep_residuals()
             mean(as_real(bucket.flat))
         hierarchy.spread(bucket.flat)
+
+    def parameters_unused(self, names: Sequence[str]) -> None:
+        if self._exchanges_compressed:
+            unused = set(names)
+            for bucket in self._replica.buckets:
+                if not unused.isdisjoint(bucket.names):
+                    self._compressed_mean(bucket).restore_kept_of(unused, bucket.names, _real_numels(bucket))
 
     @property
     def _exchanges_compressed(self) -> bool:

@@ -102,6 +102,13 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
         super().weights_replaced()
         self._loaded = [flat.clone() for flat in self._flats]
 
+    def parameters_added(self) -> None:
+        loaded = self._weights.by_name(self._loaded) if self._is_restarted else {}
+        super().parameters_added()
+        if loaded:
+            self._loaded = [flat.clone() for flat in self._flats]  # what was frozen until now is as it was loaded
+            self._weights.load_by_name(self._loaded, loaded)
+
     def communicate(self) -> None:
         if self.process_group.world_size == 1:
             return
@@ -180,7 +187,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
             "right": self._weights.by_name(self._right) if self._w else {},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def take_state(self, state: Mapping[str, Any]) -> None:
         leaders = self._hierarchy.leaders
         place = None if leaders is None else (leaders.rank, leaders.world_size)
         saved_place = None if state["ring"] is None else tuple(state["ring"])
@@ -190,7 +197,6 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
                 "replicas of two neighbours it holds are of other ranks now. Go on with the same ranks in the same "
                 "places, or start the algorithm anew from averaged weights (ddp.average_parameters())."
             )
-        self._is_restarted = False
         if self._w:
             for own, saved in ((self._w, state["w"]), (self._left, state["left"]), (self._right, state["right"])):
                 self._weights.load_by_name(own, saved)

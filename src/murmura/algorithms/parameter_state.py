@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ class ParameterState:
     """A tensor for each parameter, which an algorithm replaces, and never writes into.
 
     `flat` and `set_flat` read and replace those of a bucket's parameters end to end. A round whose step is skipped can
-    be undone: `keep` before the round, then `restore`, or `forget_kept` when the step is taken.
+    be undone: `keep` before the round, then `restore`, or `forget_kept` when the step is taken. So can that part of it
+    that came to nothing, because no rank used a parameter: `restore_those_of`.
     """
 
     def __init__(self) -> None:
@@ -67,6 +68,16 @@ class ParameterState:
         """What followed `keep` has been thrown away: take back the tensors that were kept."""
         if self._kept is not None:
             self._tensors, self._kept, self._flats = self._kept, None, {}
+
+    def restore_those_of(self, names: Collection[str]) -> None:
+        """What followed `keep` has been thrown away of some parameters: take back theirs; the others stay."""
+        if self._kept is None:
+            return
+        for name in names:
+            self._tensors.pop(name, None)
+            if name in self._kept:
+                self._tensors[name] = self._kept[name]
+        self._flats = {others: each for others, each in self._flats.items() if not set(others) & set(names)}
 
     def state_dict(self) -> dict[str, Any]:
         return {"tensors": _copies(self._tensors), "kept": None if self._kept is None else _copies(self._kept)}

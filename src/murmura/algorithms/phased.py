@@ -47,6 +47,10 @@ class PhasedImpl(AlgorithmImpl):
         return self.running.averages
 
     @property
+    def weighs_first(self) -> bool:  # type: ignore[override]
+        return self.running.weighs_first
+
+    @property
     def weight_in_mean(self) -> float:
         return self.running.weight_in_mean
 
@@ -66,6 +70,9 @@ class PhasedImpl(AlgorithmImpl):
 
     def on_bucket_ready(self, bucket: Bucket) -> None:
         self.running.on_bucket_ready(bucket)
+
+    def parameters_unused(self, names: Sequence[str]) -> None:
+        self.running.parameters_unused(names)
 
     def after_backward(self) -> None:
         self.running.after_backward()

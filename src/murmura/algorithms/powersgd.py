@@ -66,11 +66,14 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
     orthonormal; Q = mean Mᵀ P; all ranks apply P Qᵀ, and each keeps M - P Qᵀ for the next round. Q, made orthonormal,
     begins the next round: one step of the power iteration a round. It begins at random, alike on all ranks.
 
-    Both factors travel during backward: a message holds P of some buckets and Q of those before.
+    A message holds P of some buckets and Q of those before. It is sent during backward as soon as its P, and what is
+    not factored, take `MESSAGE_BYTES`; the last P and Q go after it. So both factors of a model overlap with backward
+    but for the last message's, and those of one with fewer bytes of P do not.
     """
 
     exchanges = Exchanges.GRADIENTS
     works_alone = False
+    weighs_first = True
 
     rank: int
     warm_start: bool
@@ -211,6 +214,12 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         dropped[tuple(bucket.names)] = before
 
     # Steps
+
+    def parameters_unused(self, names: Sequence[str]) -> None:
+        self._errors.restore_those_of(names)
+        self._factors.restore_those_of(names)
+        unused = set(names)  # whose errors are in these flats again
+        self._kept_flats = {others: each for others, each in self._kept_flats.items() if unused.isdisjoint(others)}
 
     def after_backward(self) -> None:
         self._rounds_since_step += 1

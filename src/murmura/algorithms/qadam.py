@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -131,15 +132,24 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         flat_moments = FlatTensors(moments)
         self._prepare(flat_moments, moments)
         flat_moments.read(self._flats)
+        unused = {id(moment) for each, moment in zip(parameters, moments, strict=True) if each.grad is None}
         for index, flat in enumerate(self._flats):
             self._hierarchy.reduce_inside(flat, ReduceOp.MEAN)
             if self._means:
-                self._means[index](as_real(flat))
+                self._average(index, flat, [id(moments[each]) in unused for each in flat_moments.groups[index].members])
             self._hierarchy.spread(flat)
-        used = {id(moment) for parameter, moment in zip(parameters, moments, strict=True) if parameter.grad is not None}
         for part, moment in flat_moments.pairs(self._flats):
-            if id(moment) in used:
+            if id(moment) not in unused:
                 moment.copy_(part)
+
+    def _average(self, index: int, flat: Tensor, is_unused: Sequence[bool]) -> None:
+        """Average a flat between the hosts. What messages lost of a moment that stays as it is counts as it did."""
+        mean, (names, numels) = self._means[index], self._layouts[index]
+        if any(is_unused):
+            mean.keep_residuals()
+        mean(as_real(flat))
+        mean.restore_kept_of(set(itertools.compress(names, is_unused)), names, numels)
+        mean.forget_kept()
 
     def _trainable(self) -> list[nn.Parameter]:
         return [each for each in self._replica.parameters if each.requires_grad]

@@ -1,4 +1,4 @@
-"""What algorithms are made of, for those that write their own; docs/algorithms.md shows each at work.
+"""What algorithms are made of, for those that write their own; docs/algorithms.md says which algorithm uses what.
 
 - `FlatWeights`: parameters and buffers as a few flat tensors. `as_real`: complex values for compressors.
 - `AfterStepImpl`: exchanges weights after the optimizer's step, on all ranks as often, whichever steps are skipped.

@@ -97,15 +97,25 @@ class FlatWeights(FlatTensors):
     def load_by_name(self, flats: Sequence[Tensor], saved: Mapping[str, Tensor]) -> None:
         """Overwrite the parts of `flats` that `saved` names; the others stay as they are."""
         parts = self._parts(flats)
-        known = {*self._replica.names, *self._replica.buffer_names}
         for name, value in saved.items():
-            if name not in known or (name in parts and parts[name].numel() != value.numel()):
-                raise ConfigError(
-                    f"this state holds {value.numel()} elements of {name!r}, which the model here does not have: it "
-                    "was saved for another model."
-                )
+            if not self._is_known(name) or (name in parts and parts[name].numel() != value.numel()):
+                raise _of_another_model(name, value.numel())
             if name in parts:
                 parts[name].copy_(value)
+
+    def held_pieces(self, pieces: Sequence[Piece], values: Tensor) -> tuple[list[Piece], Tensor]:
+        """Those of the saved `pieces` that are weights here, and a copy of their part of `values`."""
+        tensors = self._by_name()
+        for name, _, stop in pieces:
+            if not self._is_known(name) or (name in tensors and stop > tensors[name].numel()):
+                raise _of_another_model(name, stop)
+        parts = torch.split(values, [stop - start for _, start, stop in pieces])
+        held = [(piece, part) for piece, part in zip(pieces, parts, strict=True) if piece.name in tensors]
+        return [piece for piece, _ in held], torch.cat([part for _, part in held]) if held else values.new_empty(0)
+
+    def _is_known(self, name: str) -> bool:
+        """Whether the model has it; it may be frozen, and so no weight."""
+        return name in self._replica.names or name in self._replica.buffer_names
 
     def _parts(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         return {name: part.view(-1) for name, part in zip(self._all_names(), self.parts(flats), strict=True)}
@@ -126,6 +136,13 @@ class FlatWeights(FlatTensors):
 def as_real(flat: Tensor) -> Tensor:
     """`flat` itself, or the parts of complex numbers as a flat of twice the length: what compressors take."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def _of_another_model(name: str, numel: int) -> ConfigError:
+    return ConfigError(
+        f"this state holds {numel} elements of {name!r}, which the model here does not have: it was saved for another "
+        "model."
+    )
 
 
 def _has_mean(tensor: Tensor) -> bool:

@@ -20,8 +20,9 @@ class Sign(Compressor):
     """Sends an element as +s or -s, where s is the mean magnitude of its block; zero counts as positive.
 
     Without `scaled`, s is 1: then the mean over ranks, encoded again, is the majority vote of signSGD (arXiv
-    1810.05291), ties counting as positive. A block of zeros decodes to zeros: a rank that has run out of data does not
-    vote. A block that holds an infinity or a NaN decodes to NaN. `block_size` is in elements, a multiple of 8.
+    1810.05291). A block of zeros decodes to zeros: a rank that has run out of data does not vote. A tie counts as
+    positive, but a block in which all elements tie is one of zeros. A block that holds an infinity or a NaN decodes to
+    NaN. `block_size` is in elements, a multiple of 8.
     """
 
     block_size: int = 4096

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from murmura.ddp import hooks
+from murmura.ddp.round import STEP_IN_BACKWARD
+from murmura.errors import UsageError
 
 
 class BackwardTracker:
@@ -53,6 +55,11 @@ class BackwardTracker:
 
         self._running = weakref.ref(end)
         hooks.at_end_of_backward(end)
+
+    def refuse_step(self) -> None:
+        """Raise `UsageError` in a backward that is running, even if none of its gradients has come here yet."""
+        if self.is_running:
+            raise UsageError(STEP_IN_BACKWARD)
 
     def ended(self) -> None:
         """The running backward has ended."""

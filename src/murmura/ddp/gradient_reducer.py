@@ -22,10 +22,11 @@ from murmura.buckets.flat import plain_memory
 from murmura.ddp.bucket_planner import BucketPlanner
 from murmura.ddp.comm_hook import CommHook
 from murmura.ddp.replica import ModelReplica
-from murmura.ddp.tail import Tail
+from murmura.ddp.tail import DataShares, Tail
 from murmura.errors import MurmuraError, UsageError
 from murmura.observe.observer import Observer, exchanging
 from murmura.transports.cuda_launches import current_stream
+from murmura.transports.host import has_idle_core, members_of
 
 log = logging.getLogger("murmura")
 
@@ -33,21 +34,26 @@ NUM_OUTSIDE = 2  # how many buckets' gradients may wait outside them, which take
 
 
 class GradientReducer:
-    """The gradients of one model on one rank; `exchange` is what the algorithm does with a full bucket."""
+    """The gradients of one model on one rank."""
 
     def __init__(self, replica: ModelReplica, planner: BucketPlanner, *, as_views: bool) -> None:
-        self.exchange: Callable[[Bucket], None]
-        self.hook: CommHook | None = None  # takes the place of `exchange`
+        self._algorithm: AlgorithmImpl
+        self.hook: CommHook | None = None  # takes the place of the algorithm
         self._as_views = as_views  # gradients are views of the buckets, and not copied out of them
         self._has_graphs = False  # some came with a graph of their own, and so in their own memory
         self._replica = replica
         self._planner = planner
         self.observer: Observer | None = None
-        self.observed: list[nn.Parameter] = []  # in the order their gradients came in the round under way
+        self.observed: dict[int, nn.Parameter] = {}  # by id, in the order their gradients came in the round under way
         self._transport = replica.transport
+        self._num_ranks_here = len(members_of(self._transport.hosts, self._transport.rank))
         self._background = BackgroundExchanges(replica.transport)
         self._before: list[Tensor] | None = None  # gradients of earlier rounds, once asked for
         self.use([])
+
+    def serve(self, algorithm: AlgorithmImpl) -> None:
+        """Let `algorithm` exchange the buckets from the next round on."""
+        self._algorithm = algorithm
 
     def plan(self, *, wanted: bool) -> None:
         """See to it that there are buckets if `wanted`, and otherwise none."""
@@ -96,7 +102,18 @@ class GradientReducer:
         self._streams: dict[int, torch.cuda.Stream] = {}  # those on which gradients of the round have come
         self._failure: BaseException | None = None  # of the first exchange of the round that failed
         self._before = None
-        self.observed = []
+        self._weight: float | None = None  # of the round, where it comes before the exchange
+        self.observed = {}
+        # Decided once a round, for the next one: it takes a system call.
+        self._in_background = not self._on_cpu or self._transport.has_spare_core()
+        self._copies_beside = self._in_background and self._has_core_for_copies()
+
+    def _has_core_for_copies(self) -> bool:
+        """Whether the communication thread can copy gradients without taking a core from backward.
+
+        Where torch has several threads, they copy faster, and that thread would get a second set of them.
+        """
+        return torch.get_num_threads() == 1 and has_idle_core(self._num_ranks_here)
 
     def use_hook(self, hook: CommHook) -> None:
         """Let `hook` exchange the buckets from the next round on."""
@@ -131,8 +148,11 @@ class GradientReducer:
                     if parameter.grad is not None:
                         view.copy_(parameter.grad.detach())
 
-    def add(self, parameter: nn.Parameter, number: int, *, send: bool = True) -> None:
-        """A gradient of round `number` is complete: copy it into its bucket, and `send` the buckets that are full."""
+    def add(self, parameter: nn.Parameter, number: int, *, is_final: bool = True, send: bool = True) -> None:
+        """A gradient of round `number` has come: copy it into its bucket, and `send` the buckets that are full.
+
+        One that is not `is_final` is left to `finish`.
+        """
         place = self._where.get(id(parameter))
         if place is None:  # thawed: it takes part when the round has begun
             return
@@ -144,29 +164,37 @@ class GradientReducer:
                 "exchanged. Does a checkpointed block run twice? Use checkpoint(..., use_reentrant=False); or "
                 "accumulate inside ddp.no_sync() and call ddp.sync_gradients() after the last backward."
             )
-        if gpu is None:
-            self._take(bucket, slot)
-        else:  # all of them are copied when the bucket is full, after the streams that they came on
+        if gpu is not None:  # all of them are copied when the bucket is full, after the streams that they came on
             raw: int = torch._C._cuda_getCurrentRawStream(gpu)  # a Stream object would cost as much as the rest
             if raw not in self._streams:
                 self._streams[raw] = current_stream(gpu)
+        self.observed.setdefault(id(parameter), parameter)
+        if not is_final:
+            return
+        if gpu is None:
+            self._take(bucket, slot)
         ready = self._ready[index]
         if not ready[slot]:
             ready[slot] = True
             self._num_missing[index] -= 1
-            self.observed.append(parameter)
         if send and self._num_missing[index] == 0 and self._in_background:
             for full in self.buckets[len(self._tickets) :]:
                 if self._num_missing[full.index]:
                     break
                 self._send(full, number)
 
-    def finish(self, number: int, weight: float, *, averages: bool, weighs: bool, one_by_one: bool = False) -> None:
+    def weigh(self, shares: DataShares) -> None:
+        """Weight the gradients of the buckets that follow by the shares of data, if the algorithm wants that."""
+        weighs_first = self.hook is None and self._algorithm.averages and self._algorithm.weighs_first
+        self._weight = shares.mean if shares.weighs and weighs_first else None
+
+    def finish(self, number: int, shares: DataShares, *, one_by_one: bool = False) -> None:
         """End round `number`: send what has not been sent, wait for all of it, and assign the gradients.
 
-        `weight` is this rank's share of data, by which the mean is weighted if `weighs` and the algorithm `averages`.
+        Where the algorithm averages, means over the ranks become means over the data, of which they have `shares`.
         """
         assert self._tail is not None
+        self.weigh(shares)
         for bucket in self.buckets[len(self._tickets) :]:
             for slot, parameter in enumerate(bucket.parameters):
                 if self._ready[bucket.index][slot]:
@@ -182,13 +210,15 @@ class GradientReducer:
             if one_by_one:
                 self._tickets[-1].wait()
         tail = self._tail
-        tail.write([used for ready in self._ready for used in ready], weight, number)
+        tail.write([used for ready in self._ready for used in ready], shares.own, number)
         self._tickets.append(self._submit(f"the tail of round {number}", tail.exchange, tail.values))
         wait_for(self._tickets)
-        if tail.must_be_read(weighs):
-            self._settle(tail, averages and weighs, number)
+        if tail.must_be_read(shares.weighs):
+            self._settle(tail, self._algorithm.averages and shares.weighs and self._weight is None, number)
         if not self._as_views or self._has_graphs:
             self._copy_out()
+        else:
+            self._check_views()
         self.reset()
 
     def _gather(self, bucket: Bucket) -> None:
@@ -209,25 +239,22 @@ class GradientReducer:
         gradient = bucket.gradient_outside(slot)
         if gradient is None:
             return
-        if self.hook is None and self._in_background and self._would_copy_in_time(bucket):
+        if self._copies_beside and self.hook is None and self._would_copy_in_time(bucket):
             self._outside[bucket.index][slot] = gradient
         else:
             self._copy_in(bucket, {slot: gradient})
 
     def _would_copy_in_time(self, bucket: Bucket) -> bool:
-        """Whether the communication thread can copy the gradients of `bucket`, and does not lag behind.
-
-        Where torch has several threads, they copy faster, and that thread would get a second set of them.
-        """
+        """Whether the communication thread does not lag behind, so that the gradients of `bucket` wait for it."""
         earlier = bucket.index - NUM_OUTSIDE
-        keeps_up = earlier < 0 or (earlier < len(self._tickets) and self._tickets[earlier].done())
-        return keeps_up and torch.get_num_threads() == 1
+        return earlier < 0 or (earlier < len(self._tickets) and self._tickets[earlier].done())
 
     def _copy_in(self, bucket: Bucket, gradients: Mapping[int, Tensor]) -> None:
         has_graph = bucket.copy_in(gradients, as_views=self._as_views)
         if has_graph and not self._has_graphs:
             log.warning("backward(create_graph=True): gradients are averaged, but not through their graphs")
-        self._has_graphs |= has_graph
+        if has_graph:  # two threads come here: whoever finds none must not write what it read before
+            self._has_graphs = True
 
     def _copy_out(self) -> None:
         """Copy the means from the buckets into gradients of their own memory."""
@@ -239,6 +266,19 @@ class GradientReducer:
                 elif parameter.grad is view and not self._as_views:  # only other ranks used it
                     parameter.grad = view.clone()
 
+    def _check_views(self) -> None:
+        """Raise `UsageError` if a gradient is no longer that which was exchanged: its mean would be lost."""
+        for bucket, ready in zip(self.buckets, self._ready, strict=True):
+            for slot, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+                if parameter.grad is view or not ready[slot]:
+                    continue
+                if parameter.grad is None or bucket.gradient_outside(slot) is not None:
+                    raise UsageError(
+                        f"the gradient of {bucket.names[slot]!r} was replaced or removed after it had been sent, while "
+                        "backward was running. Change a gradient in a hook of its own parameter "
+                        "(register_post_accumulate_grad_hook), or after backward()."
+                    )
+
     def _send(self, bucket: Bucket, number: int) -> None:
         if bucket.gpu is not None:
             self._gather(bucket)
@@ -247,14 +287,17 @@ class GradientReducer:
 
         is_last = bucket.index == len(self.buckets) - 1
         finish = self.hook.start(bucket, is_last=is_last) if self.hook is not None else None
+        weight = self._weight
 
         def exchange() -> None:
             if outside:
                 self._copy_in(bucket, outside)
                 outside.clear()  # their memory is free for the rest of backward
+            if weight is not None:
+                self._divide(bucket, weight)
             with exchanging(self.observer, "bucket", bucket.index):
                 if finish is None:
-                    self.exchange(bucket)
+                    self._algorithm.on_bucket_ready(bucket)
                 else:
                     finish()
 
@@ -278,28 +321,30 @@ class GradientReducer:
             return self._background.start(what, [tensor], run, "all_reduce")
         return PendingExchange(self._transport, self._transport.run_job(what, run))
 
-    @property
-    def _in_background(self) -> bool:
-        return not self._on_cpu or self._transport.has_spare_core()
-
     def _settle(self, tail: Tail, weighs: bool, number: int) -> None:
         """Give every parameter that any rank used its mean gradient; leave the others without."""
         contents = tail.read(number)
-        shares = iter(contents.used)
+        shares, unused = iter(contents.used), []
         for bucket, ready in zip(self.buckets, self._ready, strict=True):
             for slot, parameter in enumerate(bucket.parameters):
-                if next(shares) > 0 and not ready[slot]:
+                if next(shares) == 0:
+                    unused.append(bucket.names[slot])
+                elif not ready[slot]:
                     parameter.grad = bucket.views[slot]
-        if weighs and contents.weight not in (0.0, 1.0):
-            self._weigh(contents.weight)
+        if unused and self.hook is None:
+            self._algorithm.parameters_unused(unused)
+        if weighs:
+            for bucket in self.buckets:
+                self._divide(bucket, contents.weight)
 
-    def _weigh(self, weight: float) -> None:
-        """Turn the mean over the ranks into the mean over the data: ranks without any brought zeros.
+    def _divide(self, bucket: Bucket, weight: float) -> None:
+        """Turn the mean over the ranks into the mean over the data: ranks without any bring zeros.
 
-        What earlier rounds left in the buckets is a mean over the data already.
+        What earlier rounds left in the bucket is a mean over the data already.
         """
-        for index, bucket in enumerate(self.buckets):
-            if self._before:
-                bucket.flat.sub_(self._before[index]).div_(weight).add_(self._before[index])
-            else:
-                bucket.flat.div_(weight)
+        if weight in (0.0, 1.0):
+            return
+        if self._before:
+            bucket.flat.sub_(self._before[bucket.index]).div_(weight).add_(self._before[bucket.index])
+        else:
+            bucket.flat.div_(weight)

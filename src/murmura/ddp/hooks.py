@@ -27,7 +27,7 @@ class Hooked(Protocol):
 
     def output_reached(self) -> None: ...
 
-    def gradient_came(self, parameter: nn.Parameter) -> None: ...
+    def gradient_came(self, parameter: nn.Parameter, *, is_final: bool) -> None: ...
 
     def before_load(self, module: nn.Module) -> None: ...
 
@@ -129,15 +129,25 @@ def _in_function_transform() -> bool:
 
 
 def hook_parameter(owner: Hooked, parameter: nn.Parameter) -> Any:
-    """A hook that runs when the gradient of `parameter` has been accumulated."""
+    """A hook that runs when the gradient of `parameter` has been accumulated, and other hooks have changed it.
+
+    Hooks that were added later run behind it once, and the gradient is not final. From the next backward on they run
+    before it, as they do before that of torch's DDP.
+    """
     reference = weakref.ref(owner)
 
     def came(parameter: nn.Parameter) -> None:
         owner = reference()
-        if owner is not None:
-            owner.gradient_came(parameter)
+        if owner is None:
+            return
+        hooks, own = parameter._post_accumulate_grad_hooks, handle.id
+        is_final = len(hooks) == 1 or next(reversed(hooks)) == own
+        if not is_final and own in hooks:
+            hooks[own] = hooks.pop(own)  # torch calls the hooks of a backward from a list: it does not mind
+        owner.gradient_came(parameter, is_final=is_final)
 
-    return with_gradient(parameter, lambda: parameter.register_post_accumulate_grad_hook(came))  # type: ignore[no-untyped-call]
+    handle = with_gradient(parameter, lambda: parameter.register_post_accumulate_grad_hook(came))  # type: ignore[no-untyped-call]
+    return handle
 
 
 def with_gradient(parameter: nn.Parameter, register: Callable[[], Any]) -> Any:

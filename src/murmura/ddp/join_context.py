@@ -33,7 +33,6 @@ class Stage(enum.IntEnum):
 
 class _Votes(NamedTuple):
     stage: int  # what the ranks in their loop do next; 0 if there is none
-    source: int  # the last rank that is in its loop; -1 if there is none
     some_left: bool
 
 
@@ -79,6 +78,7 @@ class UnevenInputs:
         self._kept: list[Tensor | None] = []
         self.shadows = False  # this rank has left its loop
         self.weighs = False
+        self.num_in_loop = 0  # the ranks that are still in their loop, as of the last vote
 
     @property
     def active(self) -> bool:
@@ -189,13 +189,15 @@ class UnevenInputs:
 
     def _vote(self, stage: Stage | None) -> _Votes:
         assert self._channel is not None
-        here = [0, -1, 1] if stage is None else [int(stage), self._channel.rank, 0]
-        votes = torch.tensor(here)
-        self._channel.all_reduce(votes, "max")
-        code, source, some_left = votes.tolist()
-        if source >= 0:
-            self._model.settling.buffer_source = source
-        return _Votes(code, source, bool(some_left))
+        size = self._channel.world_size
+        votes = torch.zeros(size, dtype=torch.int64)
+        votes[self._channel.rank] = 0 if stage is None else int(stage)
+        self._channel.all_reduce(votes, "sum")
+        in_loop = votes.nonzero().view(-1).tolist()
+        self.num_in_loop = len(in_loop)
+        if in_loop:
+            self._model.settling.buffer_source = in_loop[-1]
+        return _Votes(int(votes.max()), self.num_in_loop < size)
 
     def refuse_switch(self) -> None:
         """Refuse another algorithm while ranks may be standing in for this one."""

@@ -64,13 +64,21 @@ class ModelReplica:
     @property
     def all_buffers(self) -> list[Tensor]:
         """Looked up each time: a module may put another tensor in the place of a buffer."""
-        found: list[Tensor] = []
+        found: list[Tensor | None] = []
         for path, names in self._buffers_of.items():
-            owner = self._module
+            owner: nn.Module | None = self._module
             for part in path:  # not by getattr, which takes longer than all the rest for hundreds of buffers
-                owner = owner._modules[part]  # type: ignore[assignment]
-            found += [owner._buffers[name] for name in names]  # type: ignore[misc]
-        return found
+                owner = None if owner is None else owner._modules.get(part)
+            own = {} if owner is None else owner._buffers
+            found += [own.get(name) for name in names]
+        present = [each for each in found if each is not None]
+        if len(present) < len(found):
+            gone = next(name for name, each in zip(self.buffer_names, found, strict=True) if each is None)
+            raise UsageError(
+                f"rank {self.transport.reporter.own}: buffer {gone!r} was removed or set to None after wrapping, so "
+                "the replicas' buffers cannot be kept together. Wrap the model again: DDP(ddp.into_inner(), ...)."
+            )
+        return present
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -96,8 +104,10 @@ class ModelReplica:
         goes through a staging area that the transport keeps. `transport.allocate` gives memory that needs none and is
         freed afterwards: slower to get, but right for what is large and sent rarely.
         """
-        if allocate is plain_memory and self._is_packed(tensors):
-            self._broadcast_on_gpu(src)
+        packed = self._packed_for(tensors) if allocate is plain_memory else None
+        if packed is not None:
+            self._packed = packed
+            self._broadcast_packed(packed, src)
             return
         for part in _parts(tensors):
             packing = FlatTensors(part)
@@ -106,13 +116,13 @@ class ModelReplica:
                 self.transport.broadcast(flat, src)
             packing.write(flats)
 
-    def _is_packed(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether there are flats for `tensors`, which are kept for the next time if they are small and on a GPU."""
+    def _packed_for(self, tensors: Sequence[Tensor]) -> _Packed | None:
+        """Flats for `tensors`, those of the last time if they fit; None unless they are small and on a GPU."""
         if self._packed is not None and self._packed.packing.is_of(tensors):
-            return True
+            return self._packed
         on_gpu = all(each.is_cuda for each in tensors)
         if not on_gpu or not 0 < sum(each.nbytes for each in tensors) <= KEPT_BYTES:
-            return False
+            return None
         packing = FlatTensors(tensors)
         flats = packing.allocate(plain_memory)
         parts = packing.parts(flats)
@@ -120,14 +130,12 @@ class ModelReplica:
             ([tensors[each] for each in group.members], [parts[each] for each in group.members])
             for group in packing.groups
         ]
-        self._packed = _Packed(packing, flats, pairs)
-        return True
+        return _Packed(packing, flats, pairs)
 
     @torch.no_grad()
-    def _broadcast_on_gpu(self, src: int) -> None:
+    def _broadcast_packed(self, packed: _Packed, src: int) -> None:
         """As `broadcast`, where launches cost more than memory: one kernel copies all of a dtype."""
-        assert self._packed is not None
-        for flat, (members, parts) in zip(self._packed.flats, self._packed.pairs, strict=True):
+        for flat, (members, parts) in zip(packed.flats, packed.pairs, strict=True):
             if self.transport.rank == src:
                 torch._foreach_copy_(parts, members)
             self.transport.broadcast(flat, src)

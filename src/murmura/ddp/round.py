@@ -21,6 +21,9 @@ class Phase(enum.Enum):
     CLOSED = "the wrapper is closed"
 
 
+BACKWARDS = (Phase.BACKWARD, Phase.LOCAL_BACKWARD)
+
+
 class Event(enum.Enum):
     FORWARD = "forward"
     """A training forward of the root begins."""
@@ -53,7 +56,7 @@ _CLOSED = (
     "{event} was called after close(): the replicas are no longer kept together. Wrap the model again with DDP(...), "
     "or train the module that ddp.into_inner() returns on its own."
 )
-_STEP_IN_BACKWARD = (
+STEP_IN_BACKWARD = (
     "an optimizer stepped while backward was still running, from a hook on a parameter: the gradients of this round "
     "are not exchanged yet, and later gradients would be taken at other weights. Call optimizer.step() after "
     "backward()."
@@ -114,8 +117,8 @@ TRANSITIONS: dict[Event, dict[Phase, Phase | str]] = {
         _IDLE: _IDLE,
         _OPEN: _OPEN,
         _ACCUMULATED: _OPEN,
-        _LOCAL: _STEP_IN_BACKWARD,
-        _BACKWARD: _STEP_IN_BACKWARD,
+        _LOCAL: STEP_IN_BACKWARD,
+        _BACKWARD: STEP_IN_BACKWARD,
         _FAILED: _UNFINISHED,
     },
     Event.SAVE: {

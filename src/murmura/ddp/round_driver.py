@@ -21,7 +21,7 @@ from murmura.ddp.gradient_reducer import GradientReducer
 from murmura.ddp.join_context import Stage
 from murmura.ddp.nonfinite import NonFinitePolicy
 from murmura.ddp.replica import ModelReplica
-from murmura.ddp.round import Event, Phase, Round
+from murmura.ddp.round import BACKWARDS, Event, Phase, Round
 from murmura.ddp.settling import Settling
 from murmura.ddp.step_tracker import StepTracker
 from murmura.ddp.trained_parameters import TrainedParameters
@@ -67,6 +67,7 @@ class RoundDriver:
         self.backward = BackwardTracker(self._end_of_backward)
         self.settling = Settling(replica, self.round, self.backward)
         self._was_late = False  # the last round began with its backward
+        self._collects = self._sends_early = False  # the gradients of the running backward; before it ends
         self._loading: nn.Module | None = None  # the outermost module that is loading
         self._module_hooks: list[Any] = []
         self.algorithm = algorithm.reify(self.channel)  # may refuse, so it comes before the hooks
@@ -94,7 +95,7 @@ class RoundDriver:
         """Run `algorithm` from the next round on."""
         self.algorithm = self.settling.algorithm = algorithm
         self.reducer.plan(wanted=self._exchanges_gradients)
-        self.reducer.exchange = algorithm.on_bucket_ready
+        self.reducer.serve(algorithm)
         self._trained.restart()
         algorithm.setup(self.replica)
 
@@ -237,31 +238,30 @@ class RoundDriver:
         self._notice_exception()
         self.backward.follow(through_root=True)
 
-    def gradient_came(self, parameter: nn.Parameter) -> None:
-        """The gradient of `parameter` has been accumulated."""
+    def gradient_came(self, parameter: nn.Parameter, *, is_final: bool) -> None:
+        """The gradient of `parameter` has been accumulated; unless it `is_final`, hooks may still change it."""
         if parameter.grad is None:  # an undefined gradient is none
             return
-        if (self.round.phase is not Phase.BACKWARD or not self.backward.is_running) and not self._first_gradient_came():
-            return
-        if self._collects:
-            self.reducer.add(parameter, self.replica.round, send=self._sends_early)
+        if self.round.phase not in BACKWARDS or not self.backward.is_running:
+            self._first_gradient_came()
+        if self._collects and self.round.phase is Phase.BACKWARD:
+            self.reducer.add(parameter, self.replica.round, is_final=is_final, send=self._sends_early)
 
-    def _first_gradient_came(self) -> bool:
-        """A gradient has come, and no round is being exchanged yet; whether its backward synchronises."""
-        if not self.backward.is_running:
-            self._notice_exception()
-            self.backward.follow(through_root=False)
+    def _first_gradient_came(self) -> None:
+        """The first gradient of a backward has come."""
+        self._notice_exception()
+        self.backward.follow(through_root=False)
         if self.round.is_idle:
             self.joining.forget_broken_loop()
         if not self.backward.syncs:
             self.round.apply(Event.LOCAL_GRADIENT)
-            return False
+            return
         self.round.apply(Event.GRADIENT)
         self.joining.uneven.announce(Stage.EXCHANGE)
         self._collects = self._exchanges_gradients
         self.reducer.plan(wanted=self._collects)
+        self.reducer.weigh(self.joining.shares)
         self._sends_early = self.round.begun or not self._trained.thawed()
-        return True
 
     def gradients_begin(self) -> None:
         """The first gradient of a backward inside a join is about to be accumulated."""
@@ -271,7 +271,7 @@ class RoundDriver:
 
     def _notice_exception(self) -> None:
         """Notice that the last backward raised an exception: it has not ended, and is not running any more."""
-        if self.round.phase in (Phase.BACKWARD, Phase.LOCAL_BACKWARD) and not self.backward.is_running:
+        if self.round.phase in BACKWARDS and not self.backward.is_running:
             self.round.apply(Event.FAILURE if self.reducer.has_sent else Event.RAISED)
             self.reducer.reset()
 
@@ -299,15 +299,9 @@ class RoundDriver:
             try:
                 if late:
                     self._begin_late()
-                observed = list(self.reducer.observed)
+                observed = list(self.reducer.observed.values())
                 if self._exchanges_gradients:
-                    self.reducer.finish(
-                        self.replica.round,
-                        self.joining.weight,
-                        averages=self.algorithm.averages,
-                        weighs=self.joining.weighs,
-                        one_by_one=one_by_one,
-                    )
+                    self.reducer.finish(self.replica.round, self.joining.shares, one_by_one=one_by_one)
                 self.joining.round_ended()
                 self.algorithm.after_backward()
                 if self._exchanges_gradients and self.planner.observe(observed):
@@ -330,6 +324,7 @@ class RoundDriver:
     def before_step(self, optimizer: Optimizer) -> None:
         """`optimizer` begins its step."""
         self._notice_exception()
+        self.backward.refuse_step()
         self.round.apply(Event.STEP)
         self.settling.refuse_after_failure("an optimizer's step")
         self.settling.seen()

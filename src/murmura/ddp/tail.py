@@ -22,6 +22,14 @@ LARGEST_EXACT = 2**53
 """Whole numbers up to this, and so their sums up to it, are exact in float64."""
 
 
+class DataShares(NamedTuple):
+    """How much of a round's batches is data: 1.0, or less where a rank has run out of it."""
+
+    own: float  # on this rank
+    mean: float  # over the ranks, known on all of them when the first bucket is sent
+    weighs: bool  # whether the mean gradient is that of the data
+
+
 class Contents(NamedTuple):
     """The means over the ranks."""
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from murmura.ddp.hooks import with_gradient
 from murmura.ddp.join_context import Shadowed, UnevenInputs
+from murmura.ddp.tail import DataShares
 from murmura.errors import UsageError
 from murmura.transports.base import Transport
 
@@ -39,26 +40,29 @@ class Joining:
         self._channel: Transport | None = None
         self._num_batches = 0
         self._num_real = 0
+        self._num_real_anywhere = 0  # on all ranks together
+        self._num_with_data = 0  # the ranks for which the last batch was data
         self.active = False
         self.replaying = False
         self.uneven = UnevenInputs(model)
 
     @property
-    def weight(self) -> float:
-        """This rank's share of real batches in the round."""
+    def shares(self) -> DataShares:
+        """The shares of real batches in the round; ranks go through their batches at the same pace."""
+        size = self._model.channel.world_size
+        # Whether the round has batches of a join in it, some of which may be replayed on another rank.
+        weighs = self.active or self._num_batches > 0 or self.uneven.weighs
         if self.uneven.active:
-            return 0.0 if self.uneven.shadows else 1.0
+            return DataShares(0.0 if self.uneven.shadows else 1.0, self.uneven.num_in_loop / size, weighs)
         if self._num_batches:
-            return self._num_real / self._num_batches
-        return 0.0 if self.replaying else 1.0  # a further round of the same batch
-
-    @property
-    def weighs(self) -> bool:
-        """Whether the round has batches of a join in it, some of which may be replayed on another rank."""
-        return self.active or self._num_batches > 0 or self.uneven.weighs
+            mean = self._num_real_anywhere / (self._num_batches * size)
+            return DataShares(self._num_real / self._num_batches, mean, weighs)
+        if self.active:  # a further round of the same batch
+            return DataShares(0.0 if self.replaying else 1.0, self._num_with_data / size, weighs)
+        return DataShares(1.0, 1.0, weighs)
 
     def round_ended(self) -> None:
-        self._num_batches = self._num_real = 0
+        self._num_batches = self._num_real = self._num_real_anywhere = 0
 
     def forget_broken_loop(self) -> None:
         """A round begins: a batch that a loop was left with is none of it."""
@@ -96,8 +100,8 @@ class Joining:
                 self._model.settling.settle()  # other ranks may wait for the exchanges of a step that was skipped here
                 votes = torch.tensor([int(real), int(not last)])
                 self._channel.all_reduce(votes, "sum")
-                num_with_data, num_without_any = votes.tolist()
-                if num_with_data == 0:
+                self._num_with_data, num_without_any = votes.tolist()
+                if self._num_with_data == 0:
                     return
                 if num_without_any:
                     raise UsageError(
@@ -107,6 +111,7 @@ class Joining:
                 self.replaying = not real
                 self._num_batches += 1
                 self._num_real += real
+                self._num_real_anywhere += self._num_with_data
                 yield last[0]
         finally:
             self.active = self.replaying = False

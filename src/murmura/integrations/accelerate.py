@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -22,15 +23,17 @@ except ImportError as error:
     ) from error
 
 from murmura.algorithms import Algorithm, algorithm_named
+from murmura.checkpoint.stateful import Stateful
 from murmura.config import DistributedConfig
 from murmura.ddp import DDP
+from murmura.environment import set_torchrun_variables
 from murmura.errors import ConfigError, UsageError
 from murmura.integrations.replica_state import (
     averaged,
     copied,
     optimizers_of,
     restore_own_state,
-    save_own_state,
+    saving_own_state,
 )
 
 __all__ = ["Accelerator"]
@@ -73,7 +76,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     def _begin(self, algorithm: Algorithm | str | None) -> None:
         self._algorithm = algorithm_named(algorithm) if isinstance(algorithm, str) else algorithm
         self._ddps: list[DDP] = []
-        self._averaged = contextlib.ExitStack()
+        self._saving = contextlib.ExitStack()
         self._folder = ""
         if self.distributed_type not in _KINDS:
             raise ConfigError(
@@ -155,6 +158,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         for ddp in self._ddps:
             ddp.transport.announce()
 
+    def average_parameters(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside it `model` holds the mean of its replicas; with one process nothing changes. Collective.
+
+        Evaluate in it; afterwards each replica has its own weights back.
+        """
+        ddp = self.ddp_of(model)
+        return contextlib.nullcontext() if ddp is None else averaged(ddp)
+
     # Checkpoints
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
@@ -170,7 +181,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
         It returns when all ranks have written their files.
         """
-        with contextlib.ExitStack() as self._averaged:
+        with contextlib.ExitStack() as self._saving:
             location = super().save_state(*args, **options)
         self.wait_for_everyone()
         return location
@@ -179,14 +190,22 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         """As Accelerate's; each rank goes on from its own state if there is one. Collective."""
         super().load_state(*args, **options)
         for index, ddp in enumerate(self._ddps):
-            restore_own_state(self._folder, ddp, optimizers_of(ddp, self._optimizers), _name(index))
+            parts = optimizers_of(ddp, self._optimizers), self._others(index)
+            restore_own_state(self._folder, ddp, *parts, name=_name(index))
 
     def _before_saving(self, models: Any, weights: Any, folder: str) -> None:
         """Accelerate calls it when it has made the folder; `weights` share the memory of the models."""
         for index, ddp in enumerate(self._ddps):
-            save_own_state(folder, ddp, optimizers_of(ddp, self._optimizers), _name(index))
+            parts = optimizers_of(ddp, self._optimizers), self._others(index)
+            self._saving.enter_context(saving_own_state(folder, ddp, *parts, name=_name(index)))
         for ddp in self._ddps:
-            self._averaged.enter_context(averaged(ddp))
+            self._saving.enter_context(averaged(ddp))
+
+    def _others(self, index: int) -> list[Stateful]:
+        """What ranks, each of which may skip steps alone, have beside optimizers; it goes with the first model."""
+        if index:
+            return []
+        return [*self._schedulers, *([] if self.scaler is None else [self.scaler])]
 
     def _before_loading(self, models: Any, folder: str) -> None:
         self._folder = folder
@@ -221,7 +240,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         if world_size > 1:
             raise ConfigError(
                 f"the launcher tells of {world_size} ranks, and Accelerate sees one: without a GPU it takes several "
-                "only with Accelerator(cpu=True) or `accelerate launch --cpu`."
+                "only with Accelerator(cpu=True), TrainingArguments(use_cpu=True) or ACCELERATE_USE_CPU=true in the "
+                "environment."
             )
 
 
@@ -231,8 +251,9 @@ def _name(index: int) -> str:
 
 def _start_group(options: dict[str, Any]) -> None:
     """Make murmura's backend the default process group of CPU ranks; Accelerate takes a group that is there."""
+    is_told = set_torchrun_variables()  # Accelerate reads no variables of SLURM's
     is_cpu = options.get("cpu") or parse_flag_from_env("ACCELERATE_USE_CPU")
-    if not is_cpu or dist.is_initialized() or not dist.is_torchelastic_launched():
+    if not is_cpu or dist.is_initialized() or not (is_told or dist.is_torchelastic_launched()):
         return
     handlers = [each for each in options.get("kwargs_handlers") or () if isinstance(each, InitProcessGroupKwargs)]
     wished = handlers[0].to_kwargs() if handlers else {}

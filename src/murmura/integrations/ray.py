@@ -23,7 +23,7 @@ except ImportError as error:
 from murmura.algorithms import Algorithm
 from murmura.ddp import DDP
 from murmura.errors import CheckpointError
-from murmura.integrations.replica_state import mean_state_dict, restore_own_state, save_own_state
+from murmura.integrations.replica_state import mean_state_dict, restore_own_state, saving_own_state
 
 __all__ = ["load_checkpoint", "prepare_model", "save_checkpoint"]
 
@@ -56,11 +56,11 @@ def save_checkpoint(folder: str | os.PathLike[str], model: DDP, *optimizers: Opt
     Every worker reports what it gets: Ray puts the files of all workers together. `model.pt` is the mean of the
     replicas, as a state dict of the bare model.
     """
-    save_own_state(folder, model, optimizers)
-    mean = mean_state_dict(model)
-    if model.transport.rank == 0:
-        torch.save(mean, Path(folder) / MODEL_FILE)
-        torch.save([each.state_dict() for each in optimizers], Path(folder) / OPTIMIZERS_FILE)
+    with saving_own_state(folder, model, optimizers):
+        mean = mean_state_dict(model)
+        if model.transport.rank == 0:
+            torch.save(mean, Path(folder) / MODEL_FILE)
+            torch.save([each.state_dict() for each in optimizers], Path(folder) / OPTIMIZERS_FILE)
     return ray.train.Checkpoint.from_directory(folder)
 
 

@@ -7,9 +7,11 @@ weights, optimizer state and algorithm state. Where replicas are equal, a rank k
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from murmura.checkpoint.digests import digest
-from murmura.checkpoint.files import write_tensors
+from murmura.checkpoint.files import write_tensors, write_text
 from murmura.checkpoint.on_all_ranks import on_all_ranks
 from murmura.checkpoint.stateful import Stateful
 from murmura.ddp import DDP
@@ -27,7 +29,7 @@ from murmura.errors import CheckpointError, ConfigError
 from murmura.transports.objects import all_gather_json
 from murmura.types import Exchanges
 
-FORMAT = 1
+FORMAT = 2
 
 
 def replicas_differ(ddp: DDP) -> bool:
@@ -76,38 +78,44 @@ def optimizers_of(ddp: DDP, optimizers: Iterable[Any]) -> list[Optimizer]:
     return found
 
 
-def own_state(ddp: DDP, optimizers: Sequence[Stateful]) -> dict[str, Any]:
+def own_state(ddp: DDP, optimizers: Sequence[Stateful], others: Sequence[Stateful] = ()) -> dict[str, Any]:
     """All that this rank needs beside the plain file to go on as if it had not stopped. Collective.
 
     Call it after an optimizer's step and before the next forward. The tensors are the model's own: write or copy them
-    before training goes on.
+    before training goes on. `others` are what else a rank may have alone: schedulers, and a GradScaler.
     """
     algorithm = ddp.algorithm_state_dict()  # first, for it may communicate and write weights
     parts = {
         "model": dict(ddp.state_dict()),
         "optimizers": {str(index): each.state_dict() for index, each in enumerate(optimizers)},
+        "others": {str(index): each.state_dict() for index, each in enumerate(others)},
     }
     differ = replicas_differ(ddp)
     if not differ:
         parts = _unlike_rank_0(ddp, parts)
     transport = ddp.transport
     about = {"format": FORMAT, "rank": transport.rank, "world_size": transport.world_size, "differ": differ}
-    return {**about, "num_optimizers": len(optimizers), **parts, "algorithm": algorithm}
+    about |= {"num_optimizers": len(optimizers), "num_others": len(others)}
+    return {**about, **parts, "algorithm": algorithm}
 
 
-def load_own_state(ddp: DDP, optimizers: Sequence[Stateful], state: Mapping[str, Any]) -> None:
+def load_own_state(
+    ddp: DDP, optimizers: Sequence[Stateful], others: Sequence[Stateful], state: Mapping[str, Any]
+) -> None:
     """Take over what `own_state` returned on this rank, after the plain file was loaded on every rank.
 
     The number of ranks may differ from that of the save if replicas were equal then; of the algorithm's state only the
     round is restored. Raises `ConfigError`, before anything is changed, where the state does not fit.
     """
-    _check_fits(ddp, optimizers, state)
+    _check_fits(ddp, optimizers, others, state)
     algorithm = state["algorithm"]
     if state["world_size"] == ddp.transport.world_size:
         if state["model"]:
             ddp.load_state_dict({**ddp.state_dict(), **state["model"]})
         for index, each in state["optimizers"].items():
             optimizers[int(index)].load_state_dict(each)
+        for index, each in state["others"].items():
+            others[int(index)].load_state_dict(each)
     else:
         algorithm = {**algorithm, "algorithm": ddp.algorithm_state_dict()["algorithm"]}
     ddp.load_algorithm_state_dict(algorithm)
@@ -124,56 +132,101 @@ def own_file(folder: str | os.PathLike[str], rank: int, name: str = "murmura") -
     return Path(folder) / f"{name}-rank-{rank}.pt"
 
 
-def save_own_state(
-    folder: str | os.PathLike[str], ddp: DDP, optimizers: Sequence[Stateful], name: str = "murmura"
-) -> None:
-    """Write `own_state` of every rank into `folder`, which may be one for all ranks or one for each. Collective.
+def mark_file(folder: str | os.PathLike[str], name: str = "murmura") -> Path:
+    """The file that tells which save is complete in `folder`; rank 0 writes it last."""
+    return Path(folder) / f"{name}-complete.json"
 
-    Write the plain file afterwards: then a checkpoint that has it is complete. An error on one rank is raised on all.
+
+@contextlib.contextmanager
+def saving_own_state(
+    folder: str | os.PathLike[str],
+    ddp: DDP,
+    optimizers: Sequence[Stateful],
+    others: Sequence[Stateful] = (),
+    *,
+    name: str = "murmura",
+) -> Iterator[None]:
+    """Write `own_state` of every rank into `folder`, one for all ranks or one for each; inside it write plain files.
+
+    The folder may hold an older checkpoint. While files of both are in it, the mark of a complete save is not: so a
+    kill at any moment leaves a checkpoint that is whole, or one that is refused. Collective when it begins and when it
+    ends; an error of writing on one rank is raised on all.
     """
-    state = own_state(ddp, optimizers)
-    path = own_file(folder, ddp.transport.rank, name)
+    transport = ddp.transport
+    rank, mark = transport.rank, mark_file(folder, name)
+    path = own_file(folder, rank, name)
+    advice = "Make room, or mend the folder, and save again."
+    state = own_state(ddp, optimizers, others)
+
+    def begin() -> str:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mark.unlink(missing_ok=True)
+        return uuid.uuid4().hex
 
     def write() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        write_tensors(partial, state)
+        write_tensors(partial, {**state, "id": identity})
         partial.replace(path)
 
-    on_all_ranks(ddp.transport, f"saving {path}", "Make room, or mend the folder, and save again.", write)
+    def end() -> None:
+        if rank == 0:
+            for each in path.parent.glob(f"{name}-rank-*.pt"):  # of an older save, by more ranks
+                if int(each.stem.rpartition("-")[2]) >= transport.world_size:
+                    each.unlink()
+            write_text(mark, json.dumps({"id": identity, "world_size": transport.world_size}))
+
+    identity: str = on_all_ranks(transport, f"saving {path}", advice, begin)[0]
+    on_all_ranks(transport, f"saving {path}", advice, write)
+    yield
+    transport.barrier()  # the plain files of all ranks are there
+    on_all_ranks(transport, f"saving {mark}", advice, end)
 
 
 def restore_own_state(
-    folder: str | os.PathLike[str], ddp: DDP, optimizers: Sequence[Stateful], name: str = "murmura"
+    folder: str | os.PathLike[str],
+    ddp: DDP,
+    optimizers: Sequence[Stateful],
+    others: Sequence[Stateful] = (),
+    *,
+    name: str = "murmura",
 ) -> bool:
-    """Load what `save_own_state` wrote, after the plain file was loaded on every rank. Collective.
+    """Load what `saving_own_state` wrote, after the plain file was loaded on every rank. Collective.
 
-    Returns False, and changes nothing, if no rank finds a file: then the checkpoint was made without murmura.
+    Returns False, and changes nothing, if no rank finds a file: then the checkpoint was made without murmura. A save
+    that was cut short is a `CheckpointError`.
     """
     transport = ddp.transport
     own, first = own_file(folder, transport.rank, name), own_file(folder, 0, name)
     state: dict[str, Any] = {}
 
-    def read() -> bool:
+    def read() -> list[str | None]:
         path = own if own.exists() else first  # of fewer ranks, if replicas were equal
+        mark = mark_file(folder, name)
         if not path.exists():
-            return False
+            return [None, None]
         state.update(torch.load(path, weights_only=True, map_location="cpu"))
         if path != own and state["world_size"] > transport.rank:
             raise CheckpointError(f"{own} is missing, and rank {transport.rank} has saved it")
-        _check_fits(ddp, optimizers, state)
-        return True
+        _check_fits(ddp, optimizers, others, state)
+        return [state["id"], json.loads(mark.read_text())["id"] if transport.rank == 0 and mark.exists() else None]
 
     found = on_all_ranks(transport, f"loading {own}", "The plain file beside it loads without this state.", read)
-    if len(set(found)) > 1:
-        missing = [rank for rank, each in enumerate(found) if not each]
+    missing = [rank for rank, (identity, _) in enumerate(found) if identity is None]
+    if 0 < len(missing) < len(found):
         raise CheckpointError(
             f"loading {own} failed: ranks {missing} find neither a file of their own nor rank 0's in {folder}, and the "
             "others do. Give all ranks the same folder."
         )
-    if state:
-        load_own_state(ddp, optimizers, state)
-    return bool(state)
+    if missing:
+        return False
+    if {identity for identity, _ in found} != {found[0][1]}:
+        raise CheckpointError(
+            f"loading {own} failed: the files in {folder} are not of one save, because the last one into it was cut "
+            "short. Load another checkpoint, and save each one into a folder of its own. If there is none, remove "
+            f"{name}-rank-*.pt to begin with the plain files, which may be of two saves too."
+        )
+    load_own_state(ddp, optimizers, others, state)
+    return True
 
 
 def _unlike_rank_0(ddp: DDP, parts: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -190,7 +243,7 @@ def _unlike_rank_0(ddp: DDP, parts: Mapping[str, dict[str, Any]]) -> dict[str, d
     }
 
 
-def _check_fits(ddp: DDP, optimizers: Sequence[Stateful], state: Mapping[str, Any]) -> None:
+def _check_fits(ddp: DDP, optimizers: Sequence[Stateful], others: Sequence[Stateful], state: Mapping[str, Any]) -> None:
     if state.get("format") != FORMAT:
         raise ConfigError(
             f"this state has format {state.get('format')!r}, and this version of murmura reads format {FORMAT}. Read "
@@ -203,11 +256,14 @@ def _check_fits(ddp: DDP, optimizers: Sequence[Stateful], state: Mapping[str, An
             f"this is rank {ddp.transport.rank} of {here}. Go on with {state['world_size']} ranks, or begin anew from "
             "the plain file, which holds the mean of their weights"
         )
-    if state["num_optimizers"] != len(optimizers):
-        raise ConfigError(
-            f"this state was saved with {state['num_optimizers']} optimizers, and here are {len(optimizers)}. Resume "
-            "with the same"
-        )
+    for key, what, given in (
+        ("num_optimizers", "optimizers", optimizers),
+        ("num_others", "schedulers and scalers", others),
+    ):
+        if state[key] != len(given):
+            raise ConfigError(
+                f"this state was saved with {state[key]} {what}, and here are {len(given)}. Resume with the same"
+            )
     name = type(ddp.algorithm).__name__
     if state["algorithm"]["name"] != name:
         raise ConfigError(

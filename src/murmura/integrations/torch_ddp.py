@@ -31,6 +31,7 @@ __all__ = ["AppliedAlgorithm", "apply"]
 _UNSEEN = (
     "before_round",
     "before_forward",
+    "parameters_unused",
     "after_backward",
     "skip_step",
     "before_step",

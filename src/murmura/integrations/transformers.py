@@ -21,8 +21,12 @@ except ImportError as error:
         f"murmura.integrations.transformers needs Transformers: pip install 'murmura[transformers]' ({error})"
     ) from error
 
+from torch.optim import Optimizer
+
 from murmura.algorithms import Algorithm
+from murmura.checkpoint.stateful import Stateful
 from murmura.ddp import DDP
+from murmura.errors import ConfigError
 from murmura.integrations.accelerate import Accelerator
 from murmura.integrations.replica_state import (
     averaged,
@@ -30,7 +34,7 @@ from murmura.integrations.replica_state import (
     mean_state_dict,
     optimizers_of,
     restore_own_state,
-    save_own_state,
+    saving_own_state,
 )
 from murmura.transports.objects import broadcast_bytes
 
@@ -49,16 +53,23 @@ class MurmuraTrainer(Trainer):  # type: ignore[misc]  # Transformers' types are 
     """
 
     accelerator: Any
+    lr_scheduler: Any
     model: Any
     model_wrapped: Any
 
     def __init__(self, *arguments: Any, algorithm: Algorithm | str | None = None, **named: Any) -> None:
         self._algorithm = algorithm
         self._holds_best = False
+        self._saving = contextlib.ExitStack()
         super().__init__(*arguments, **named)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator that wraps the model."""
+        if self.args.fsdp or self.args.deepspeed:  # on CPUs Accelerate would leave them out without a word
+            raise ConfigError(
+                "fsdp and deepspeed in TrainingArguments shard the model, and murmura keeps whole replicas together. "
+                "Use transformers.Trainer for them."
+            )
         super().create_accelerator_and_postprocess()
         self.accelerator = Accelerator.adopt(self.accelerator, self._algorithm)
 
@@ -115,15 +126,26 @@ class MurmuraTrainer(Trainer):  # type: ignore[misc]  # Transformers' types are 
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         ddp = self._ddp()
-        if ddp is not None and not self.args.save_only_model:
-            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            folder = os.path.join(self._get_output_dir(trial=trial), name)
-            save_own_state(folder, ddp, optimizers_of(ddp, [self.optimizer]))
-        super()._save_checkpoint(model, trial)
+        with contextlib.ExitStack() as self._saving:
+            if ddp is not None and not self.args.save_only_model:
+                name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+                folder = os.path.join(self._get_output_dir(trial=trial), name)
+                self._saving.enter_context(saving_own_state(folder, ddp, *self._own_parts(ddp)))
+            super()._save_checkpoint(model, trial)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Transformers calls it when the plain weights are loaded and the model is wrapped."""
-        super()._load_optimizer_and_scheduler(checkpoint)
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Transformers calls it on every rank before it removes older checkpoints: this one must be complete then."""
+        super()._save_rng_state(output_dir)
+        self._saving.close()
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Transformers calls it last, when weights, optimizer and scheduler are loaded and the model is wrapped."""
+        super()._load_scaler(checkpoint)
         ddp = self._ddp()
         if ddp is not None and checkpoint is not None:
-            restore_own_state(checkpoint, ddp, optimizers_of(ddp, [self.optimizer]))
+            restore_own_state(checkpoint, ddp, *self._own_parts(ddp))
+
+    def _own_parts(self, ddp: DDP) -> tuple[list[Optimizer], list[Stateful]]:
+        """The optimizers, and what else a rank may have alone: each may skip a step for an infinite gradient."""
+        others = [self.lr_scheduler, self.accelerator.scaler]
+        return optimizers_of(ddp, [self.optimizer]), [each for each in others if each is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from murmura.config import find_faults, parse_address, raise_faults
 from murmura.errors import ConfigError
+from murmura.transports.host import num_cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +76,6 @@ class Attempt:
             "MURMURA_JOB_ID": f"{self.job}.{self.number}",
             **({"MURMURA_SECRET": plan.secret} if plan.secret else {}),
         }
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def parse_num_ranks(text: str) -> int:

@@ -30,10 +30,10 @@ import torch.distributed as dist
 from murmura.errors import MurmuraError, PeerLost, UsageError
 from murmura.launch.limits import explain_os_errors
 from murmura.launch.outcomes import Outcome, as_raised, collect, failed, unfinished
-from murmura.launch.plan import num_cores
 from murmura.launch.root_cause import describe_status, root_cause
 from murmura.transports.base import Transport
 from murmura.transports.hierarchical import HierarchicalTransport
+from murmura.transports.host import num_cores
 from murmura.transports.process_group import ProcessGroupTransport
 from murmura.transports.rendezvous import file_store
 from murmura.transports.shared_memory import SharedMemoryTransport

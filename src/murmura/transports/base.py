@@ -157,9 +157,20 @@ class Transport(Operations, ABC):
         """
         return None
 
+    def prepared_elsewhere(self, prepared: Any, address: int) -> Any:
+        """What `run_prepared` needs for another tensor, at `address`, of as many elements and the same dtype."""
+        return None
+
     def run_prepared(self, prepared: Any, timeout: float | None) -> bool:
         """Repeat an all-reduce in place, synchronously; False if nothing was done, because it must take its turn."""
         return False
+
+    def absent_peers(self) -> list[int]:
+        """The ranks that have not come to the collective under way, as far as it can be told without asking them.
+
+        For messages of errors, from any thread; ranks are those of the world.
+        """
+        return []
 
     @overload
     def broadcast(self, tensor: Tensor, src: int = ..., *, async_op: Sync = ..., timeout: Seconds = ...) -> Tensor: ...

@@ -1,10 +1,12 @@
-"""Which host a process is on, and which ranks share one."""
+"""Which host a process is on, which ranks share one, and its cores."""
 
 from __future__ import annotations
 
 import os
 import platform
 from collections.abc import Sequence
+
+import torch
 
 
 def host_identity() -> str:
@@ -33,6 +35,16 @@ def number_hosts(identities: Sequence[str]) -> list[int]:
 def members_of(hosts: Sequence[int], rank: int) -> list[int]:
     """The ranks on the host of `rank`."""
     return [each for each, host in enumerate(hosts) if host == hosts[rank]]
+
+
+def num_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def has_idle_core(num_ranks: int) -> bool:
+    """Whether `num_ranks` on this host leave a core idle while each computes in as many threads as torch has here."""
+    return num_ranks * torch.get_num_threads() < num_cores()
 
 
 def leaders_of(hosts: Sequence[int]) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from oracles.algorithms.gradients import QAdam
-from oracles.algorithms.simulation import Feedback, Lossy, Replicas, Rule, mean, there_and_back
+from oracles.algorithms.simulation import Feedback, Lossy, Replicas, Rule, chunks, mean, there_and_back
 from oracles.algorithms.weights import DiLoCo
 
 
@@ -36,6 +36,25 @@ class MajorityVote(Rule):
             total = torch.stack([torch.where(each.grad >= 0, 1.0, -1.0) for each in parameters]).sum(0)
             for each in parameters:
                 each.grad = torch.where(total >= 0, 1.0, -1.0).to(each.dtype)
+
+
+def majority(opinions: list[list[float]], block_size: int) -> list[float]:
+    """The vote of ranks that hold `opinions`, element by element; one rank alone keeps what it holds.
+
+    Blocks are cut from each rank's chunk. A rank whose block is all zeros abstains; zero is a vote for plus. A tie is
+    plus as well, unless all elements of the block tie.
+    """
+    if len(opinions) == 1:
+        return list(opinions[0])
+    result: list[float] = []
+    for chunk in chunks(len(opinions[0]), len(opinions)):
+        for start in range(chunk.start, chunk.stop, block_size):
+            block = range(start, min(start + block_size, chunk.stop))
+            voters = [own for own in opinions if any(own[place] != 0 for place in block)]
+            ahead = [sum(1 if own[place] >= 0 else -1 for own in voters) for place in block]
+            all_tie = not any(ahead)
+            result += [0.0 if all_tie else 1.0 if each >= 0 else -1.0 for each in ahead]
+    return result
 
 
 class GatheredDiLoCo(DiLoCo):

@@ -75,6 +75,27 @@ def moved(
     return result
 
 
+def unused_elements(models: Sequence[nn.Module], names: Sequence[str]) -> Tensor:
+    """Which elements of the parameters `names`, end to end, have a gradient on no rank."""
+    everyone = [dict(model.named_parameters()) for model in models]
+    unused = [all(parameters[name].grad is None for parameters in everyone) for name in names]
+    return torch.cat([torch.full((everyone[0][n].numel(),), each) for n, each in zip(names, unused, strict=True)])
+
+
+def taken_back(
+    lost: dict[Hashable, Tensor], before: dict[Hashable, Tensor], where: Tensor, num_senders: int, subject: Hashable
+) -> dict[Hashable, Tensor]:
+    """What messages about a `subject` lost, but for elements `where` they came to nothing: there what they had."""
+    result = dict(lost)
+    for number, chunk in enumerate(chunks(where.numel(), num_senders)):
+        for sender in (*range(num_senders), "mean"):
+            stream = (subject, number, sender)
+            if stream in lost:
+                old = before.get(stream, torch.zeros_like(lost[stream]))
+                result[stream] = torch.where(where[chunk], old, lost[stream])
+    return result
+
+
 class AllReduce(Rule):
     """g <- mean g, or the sum; with `q`, q(mean q(g))."""
 
@@ -97,8 +118,12 @@ class AllReduce(Rule):
         for names in layout:
             flats = gathered(replicas.models, names)
             if self.q is not None:
+                before = dict(self.q.lost) if isinstance(self.q, Feedback) else {}
                 result = exchanged(replicas, flats, self.q, self.hierarchical, tuple(names))
                 assert self.average
+                if isinstance(self.q, Feedback):
+                    where, num_senders = unused_elements(replicas.models, names), len(replicas.teams(self.hierarchical))
+                    self.q.lost = taken_back(self.q.lost, before, where, num_senders, tuple(names))
             else:
                 result = mean(flats) if self.average else total(flats).to(flats[0].dtype)
             hand_out(replicas.models, names, result)
@@ -128,6 +153,7 @@ class GatheredAllReduce(Rule):
                 wanted = mean([flats[rank] for rank in team]) + torch.cat([lost[name] for name in names])
                 decoded.append(self.q(wanted))
                 left = wanted - decoded[-1] if self.feedback else torch.zeros_like(wanted)
+                left = torch.where(unused_elements(replicas.models, names), torch.cat([lost[n] for n in names]), left)
                 lost.update(zip(names, left.split([lost[name].numel() for name in names]), strict=True))
             result = mean(decoded, [len(team) for team in teams]) if len(teams) > 1 else mean(flats)
             hand_out(replicas.models, names, result)
@@ -144,7 +170,7 @@ class QAdam(Rule):
 
     def __init__(
         self,
-        q: Lossy,
+        q: Lossy | Feedback,
         warmup: int,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -184,7 +210,14 @@ class QAdam(Rule):
                 self.num_second[name] += 1
         if self.num_steps >= self.warmup:
             flats = [torch.cat([moment.reshape(-1) for moment in own.values()]) for own in self.first]
+            before = dict(self.q.lost) if isinstance(self.q, Feedback) else {}
             common = exchanged(replicas, flats, self.q, self.hierarchical)
+            if isinstance(self.q, Feedback):
+                where, num_senders = (
+                    unused_elements(replicas.models, list(self.second)),
+                    len(replicas.teams(self.hierarchical)),
+                )
+                self.q.lost = taken_back(self.q.lost, before, where, num_senders, None)
             start = 0
             for name, moment in self.second.items():
                 part = common[start : start + moment.numel()].view(moment.shape)

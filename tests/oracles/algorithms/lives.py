@@ -63,7 +63,7 @@ class Unscaled(Around):
 class Joined(Around):
     """Ranks have so many batches each, and bring gradients of zero afterwards: a mean is one over the batches.
 
-    But QAdam, once it is warm, has a mean of moments over the ranks.
+    Gradients that are compressed are weighted before. QAdam, once it is warm, has a mean of moments over the ranks.
     """
 
     def __init__(self, inner: Rule, lengths: list[int]) -> None:
@@ -71,11 +71,14 @@ class Joined(Around):
         self.lengths = lengths
 
     def after_backward(self, replicas: Replicas) -> None:
+        share = sum(replicas.round < length for length in self.lengths) / replicas.size
+        is_qadam = isinstance(self.inner, QAdam)
         is_warm = isinstance(self.inner, QAdam) and self.inner.num_steps >= self.inner.warmup
+        if self.inner.takes_buffers_of_rank_0 and not is_qadam:
+            divide_gradients(replicas, share)
         super().after_backward(replicas)
-        if self.inner.takes_buffers_of_rank_0 and not is_warm:
-            num_with_data = sum(replicas.round < length for length in self.lengths)
-            divide_gradients(replicas, num_with_data / replicas.size)
+        if is_qadam and not is_warm:
+            divide_gradients(replicas, share)
 
 
 class ForgetsSkipped(Around):

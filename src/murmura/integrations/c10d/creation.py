@@ -70,10 +70,9 @@ def warn_of_untried_version() -> None:
     """Warn, once, where torch is of a version that nobody has tried."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version not in TRIED_VERSIONS:
-        tried = " and ".join(".".join(map(str, each)) for each in TRIED_VERSIONS)
         warnings.warn(
-            f"the backend murmura was tried with torch {tried}, and this is {torch.__version__}. torch says that the "
-            "interface of backends may change; if something fails, use gloo and tell us.",
+            f"the backend murmura was tried with torch {_tried()}, and this is {torch.__version__}. torch says that "
+            "the interface of backends may change; if something fails, use gloo and tell us.",
             stacklevel=6,
         )
 
@@ -82,13 +81,9 @@ def _other_devices() -> dict[str, str]:
     """The backends of a string such as "cpu:murmura,cuda:nccl" that serve other devices.
 
     torch does not tell a backend of the rest of the string, and forgets the rest when a group written in Python
-    appears; so it is read from the frame of the function of torch's that is making the group.
+    appears; so it is read from the function of torch's that is making the group.
     """
-    frame: Any = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
-        frame = frame.f_back
-    config = None if frame is None else frame.f_locals.get("backend_config")
-    by_device: dict[str, str] = {} if config is None else dict(config.get_device_backend_map())
+    by_device = _requested()
     wrong = [device for device, backend in by_device.items() if str(backend) == "murmura" and device != "cpu"]
     if wrong:
         raise ConfigError(
@@ -96,6 +91,27 @@ def _other_devices() -> dict[str, str]:
             f'"cpu:murmura,{wrong[0]}:nccl", or two groups: new_group(backend="murmura") and new_group(backend="nccl").'
         )
     return {device: str(backend) for device, backend in by_device.items() if device != "cpu"}
+
+
+def _requested() -> dict[str, str]:
+    """The backend of each device that the program asked for: the nearest `BackendConfig` that torch is working on."""
+    kind = getattr(dist.distributed_c10d, "BackendConfig", ())
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+            for value in frame.f_locals.values():
+                if isinstance(value, kind):
+                    return dict(value.get_device_backend_map())
+        frame = frame.f_back
+    raise ConfigError(
+        f"torch {torch.__version__} does not show the backend murmura which string the group was asked for with, so "
+        'that the rest of one such as "cpu:murmura,cuda:nccl" would be lost. Use gloo, or a version of torch that was '
+        f"tried: {_tried()}."
+    )
+
+
+def _tried() -> str:
+    return " and ".join(".".join(map(str, each)) for each in TRIED_VERSIONS)
 
 
 def _make_others(

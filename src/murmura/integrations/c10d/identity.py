@@ -51,7 +51,8 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         self._store = store
         self._others = others  # a group of torch's for the tensors of other devices, or None
         self._name, self._desc = "", ""
-        self._queue = OperationQueue(f"c10d-{channel.transport.name}", channel.transport.reporter.own)
+        transport = channel.transport
+        self._queue = OperationQueue(f"c10d-{transport.name}", transport.reporter.own, transport.absent_peers)
         self._pool = MemoryPool(channel.transport)
         self._repeated = RepeatedAllReduces(channel.transport)
         self._num_barriers = 0

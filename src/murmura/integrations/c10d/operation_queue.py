@@ -23,10 +23,13 @@ TURN_SECONDS = 0.05  # between two looks of a waiting thread at whether it can r
 
 
 class OperationQueue:
-    """See the module; `name` is for the thread, and `rank` what errors call this rank."""
+    """See the module; `name` is for the thread, and `rank` what errors call this rank.
 
-    def __init__(self, name: str, rank: int) -> None:
-        self._name, self._rank = name, rank
+    `absent_peers` tells which ranks have not come to the operation under way, as far as anybody knows.
+    """
+
+    def __init__(self, name: str, rank: int, absent_peers: Callable[[], list[int]] = list) -> None:
+        self._name, self._rank, self._absent_peers = name, rank, absent_peers
         self._pending: deque[QueuedWork] = deque()
         self._running = threading.Lock()  # held by whoever runs an operation
         self._finished = threading.Condition(threading.Lock())
@@ -116,11 +119,14 @@ class OperationQueue:
         return ended
 
     def _late(self, work: QueuedWork, timeout: float) -> GroupPeerTimeout:
+        absent = self._absent_peers()
+        names = ", ".join(f"rank {peer}" for peer in absent) or "a peer"
         return GroupPeerTimeout(
-            f"rank {self._rank}: {work.name} on {self._name} had not ended {timeout:g} s after wait() was called: a "
-            "peer has not come to it, or to one before it. It goes on: wait again, or look at what the others do. "
-            "The group's own timeout ends it and names the rank.",
+            f"rank {self._rank}: {work.name} on {self._name} had not ended {timeout:g} s after wait() was called: "
+            f"{names} {'have' if len(absent) > 1 else 'has'} not come to it, or to one before it. It goes on: wait "
+            "again, or look at what the others do. The group's own timeout ends it and names the rank.",
             rank=self._rank,
+            peer=absent[0] if absent else None,
             operation=work.name,
         )
 

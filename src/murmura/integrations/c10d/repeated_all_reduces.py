@@ -1,4 +1,7 @@
-"""Small all-reduces that were called before, found again by what torch hands over: most calls of a program are such."""
+"""Small all-reduces that were called before, found again by what torch hands over: most calls of a program are such.
+
+A tensor at another address needs only views of its memory, once one with as many elements of its dtype was reduced.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from murmura.transports.base import Transport
 from murmura.types import ReduceOp
 
 NUM_KNOWN = 1024
+NOWHERE = 0  # the address of no tensor that has elements
 
 
 class RepeatedAllReduces:
@@ -18,13 +22,22 @@ class RepeatedAllReduces:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._known: dict[tuple[Any, ...], Any] = {}
+        self._known: dict[tuple[Any, ...], dict[int, Any]] = {}  # of each kind, by address; one of them at NOWHERE too
+        self._num_known = 0
 
     def find(self, tensor: Tensor, opts: Any) -> Any:
         """What `Transport.run_prepared` needs for a strided tensor on the CPU; None if it cannot be repeated."""
         if type(opts) is not AllreduceOptions or not tensor.is_contiguous() or tensor.is_neg():
             return None
-        return self._known.get((tensor.data_ptr(), tensor.numel(), tensor.dtype, hash(opts.reduceOp)))
+        known = self._known.get((tensor.numel(), tensor.dtype, hash(opts.reduceOp)))
+        if known is None:
+            return None
+        address = tensor.data_ptr()
+        prepared = known.get(address)
+        if prepared is None:
+            prepared = self._transport.prepared_elsewhere(known[NOWHERE], address)
+            self._keep(tensor, opts, prepared)
+        return prepared
 
     def remember(self, tensor: Tensor, opts: Any, row: Tensor, op: ReduceOp) -> None:
         """Note an all-reduce of `tensor` that has ended, for which the transport reduced `row`."""
@@ -33,9 +46,15 @@ class RepeatedAllReduces:
         prepared = self._transport.prepared_all_reduce(row, op)
         if prepared is None:
             return
-        if len(self._known) >= NUM_KNOWN:
-            self._known.clear()
-        self._known[tensor.data_ptr(), tensor.numel(), tensor.dtype, hash(opts.reduceOp)] = prepared
+        self._keep(tensor, opts, prepared)
+
+    def _keep(self, tensor: Tensor, opts: Any, prepared: Any) -> None:
+        if self._num_known >= NUM_KNOWN:
+            self.clear()
+        kind = tensor.numel(), tensor.dtype, hash(opts.reduceOp)
+        self._known.setdefault(kind, {NOWHERE: prepared})[tensor.data_ptr()] = prepared
+        self._num_known += 1
 
     def clear(self) -> None:
         self._known.clear()
+        self._num_known = 0

@@ -24,6 +24,7 @@ def all_reduce(transport: Transport, tensor: Tensor, timeout: float | None) -> N
     # Gathered by rows, of which ranks may have different numbers.
     indices = transport.all_gather(own.indices().t().contiguous(), timeout=timeout)
     values = transport.all_gather(own.values(), timeout=timeout)
-    total = torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values), own.shape).coalesce()
+    rows = torch.cat(indices).t()  # of tensors that are coalesced, so that they need no check; torch warns unless told
+    total = torch.sparse_coo_tensor(rows, torch.cat(values), own.shape, check_invariants=False).coalesce()
     with torch.no_grad():
         tensor.copy_(total)  # the sparse tensor itself: a detached one would take other elements alone

@@ -5,6 +5,7 @@ Lightning calls callbacks in the order of `trainer.callbacks`. `First` precedes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback, WeightAveraging
@@ -58,9 +59,34 @@ def monitored(trainer: Any) -> list[str]:
 def require_equal_metrics(trainer: Any) -> None:
     """Raise `UsageError` on all ranks if a metric that decides something is not equal on them. Collective."""
     names = monitored(trainer)
-    if not names:
-        return
-    metrics = trainer.callback_metrics
+    if names:
+        _require_equal(names, trainer.callback_metrics)
+
+
+def check_plateaus(trainer: Any) -> None:
+    """Let every step of a ReduceLROnPlateau that Lightning takes require equal metrics; `release_plateaus` undoes it.
+
+    Such a scheduler may step after any batch, when no callback is called.
+    """
+    module = trainer.lightning_module
+    step = module.lr_scheduler_step
+
+    def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
+        for config in trainer.lr_scheduler_configs:
+            if config.scheduler is scheduler and config.reduce_on_plateau:
+                trainer.strategy.announce()
+                _require_equal([config.monitor], {config.monitor: metric})
+        step(scheduler, metric)
+
+    module.lr_scheduler_step = lr_scheduler_step
+
+
+def release_plateaus(module: Any) -> None:
+    """Undo `check_plateaus`."""
+    module.__dict__.pop("lr_scheduler_step", None)
+
+
+def _require_equal(names: list[str], metrics: Mapping[str, Any]) -> None:
     ranks = own_files.gather({name: repr(float(metrics[name])) for name in names if name in metrics})
     for name in names:
         values = [each.get(name) for each in ranks]

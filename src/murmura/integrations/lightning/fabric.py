@@ -11,13 +11,14 @@ from typing import Any
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
+from torch.optim import Optimizer
 
 from murmura.algorithms import Algorithm
 from murmura.ddp import DDP
 from murmura.errors import CheckpointError, UsageError
 from murmura.integrations.lightning import own_files
 from murmura.integrations.lightning.common import AnnouncedCollectives, check_arguments, default_backend, reduced
-from murmura.integrations.replica_state import mean_state_dict, replicas_differ
+from murmura.integrations.replica_state import mean_state_dict, optimizers_of, replicas_differ
 
 
 class MurmuraFabricStrategy(AnnouncedCollectives, DDPStrategy):
@@ -138,6 +139,8 @@ class MurmuraFabricStrategy(AnnouncedCollectives, DDPStrategy):
             if not own["same_size"]:
                 algorithm = {**algorithm, "algorithm": ddp.algorithm_state_dict()["algorithm"]}
             ddp.load_algorithm_state_dict(algorithm)
+            for optimizer in optimizers_of(ddp, [each for each in state.values() if isinstance(each, Optimizer)]):
+                ddp.remember_optimizer(optimizer)
 
 
 class _NoSync(_BackwardSyncControl):

@@ -30,6 +30,7 @@ from murmura.integrations.lightning.common import (
 from murmura.integrations.replica_state import replicas_differ
 
 STATES = ("state_dict", "current_model_state")  # of the model in a checkpoint; the latter with averaged weights
+AVERAGES = "average_model_state"  # of StochasticWeightAveraging, in its own part of a checkpoint
 
 
 class MurmuraStrategy(AnnouncedCollectives, DDPStrategy):
@@ -67,6 +68,7 @@ class MurmuraStrategy(AnnouncedCollectives, DDPStrategy):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             trainer.callbacks[:] = [callbacks.First(self), *trainer.callbacks, callbacks.Last(self)]
+            callbacks.check_plateaus(trainer)
 
     def _setup_model(self, model: nn.Module) -> DDP:
         own = None if self._own is None else {name: copied(value) for name, value in model.state_dict().items()}
@@ -98,6 +100,7 @@ class MurmuraStrategy(AnnouncedCollectives, DDPStrategy):
             trainer = self.lightning_module._trainer
             ours = (callbacks.First, callbacks.Last)
             trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, ours)]
+            callbacks.release_plateaus(self.lightning_module)
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -198,6 +201,11 @@ class MurmuraStrategy(AnnouncedCollectives, DDPStrategy):
             for name in STATES:
                 if name in checkpoint:
                     own_files.write_means(checkpoint[name], self.root_device)
+            for name, of_callback in dict(checkpoint.get("callbacks", {})).items():
+                if isinstance(of_callback, dict) and of_callback.get(AVERAGES):
+                    means = dict(of_callback[AVERAGES])
+                    own_files.write_means(means, self.root_device)
+                    checkpoint["callbacks"] = {**checkpoint["callbacks"], name: {**of_callback, AVERAGES: means}}
         own = {"algorithm": state["algorithm"], "checkpoint": overlay}
         own_files.save(self.checkpoint_io, filepath, checkpoint, own, differ=state["differ"], options=storage_options)
 

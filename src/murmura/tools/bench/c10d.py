@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from murmura import Transport
@@ -24,7 +23,7 @@ from murmura.tools.bench.c10d_contestants import (
     prepare_calls,
     prepare_steps,
 )
-from murmura.tools.bench.harness import Report, Sample, load, take_turns
+from murmura.tools.bench.harness import Report, Sample, load, take_share_of_cores, take_turns
 from murmura.tools.bench.sizes import format_size
 from murmura.tools.options import check_seconds, raise_faults
 from murmura.tools.progress import Progress, Tell, silent, teller, watching
@@ -127,7 +126,7 @@ def run_c10d(spec: C10dSpec, on_progress: Tell = silent) -> C10dReport:
 
 def measure_as_rank(transport: Transport, spec: C10dSpec, folder: Path) -> dict[Stage, list[Sample]]:
     """Measure `spec` in this dedicated process; every rank returns the same."""
-    torch.set_num_threads(1)
+    take_share_of_cores(spec.ranks)
     gc.disable()
     tell = teller(transport, folder / PROGRESS)
     dist.init_process_group(

@@ -19,10 +19,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from murmura import Transport
-from murmura.launch.plan import num_cores
 from murmura.tools.experiments.machine import Machine
 from murmura.tools.options import typed_command
 from murmura.tools.progress import Progress, Tell, silent
+from murmura.transports.host import num_cores
 
 MIN_ROUNDS = 5  # with fewer a median is meaningless
 

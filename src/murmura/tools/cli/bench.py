@@ -52,6 +52,7 @@ class Device(StrEnum):
 
 
 DEFAULTS = NetworkSpec()
+CONTESTANTS = ",".join(DEFAULTS.algorithms)
 
 app = typer.Typer(
     help="Measure murmura and its alternatives on this machine.", no_args_is_help=True, rich_markup_mode="markdown"
@@ -267,7 +268,7 @@ def network(
             "--rate", "--bandwidth", help="Bandwidths of each host's link, in both directions: a list.", metavar="LIST"
         ),
     ] = ",".join(DEFAULTS.rates),
-    algorithms: Algorithms = "all",
+    algorithms: Algorithms = CONTESTANTS,
     against: Annotated[
         str,
         typer.Option(help=f"Forms of torch's DDP on Gloo to measure: a list of {', '.join(TORCHS)}.", metavar="LIST"),

@@ -11,8 +11,9 @@ import typer
 from murmura.algorithms.names import algorithm_named
 from murmura.environment import seconds, setting_from_env
 from murmura.launch.launcher import launch
-from murmura.launch.plan import LaunchPlan, num_cores, parse_num_ranks, read_secret
+from murmura.launch.plan import LaunchPlan, parse_num_ranks, read_secret
 from murmura.tools.cli.failures import exit_on_error
+from murmura.transports.host import num_cores
 from murmura.types import DistributedBackend, TransportKind, parse
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from murmura.launch.plan import num_cores
 from murmura.tools.doctor.cgroups import read_limits
 from murmura.tools.doctor.findings import Finding, Section
+from murmura.transports.host import num_cores
 
 
 @dataclass(frozen=True, kw_only=True)

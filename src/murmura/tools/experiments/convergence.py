@@ -23,6 +23,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -196,20 +197,23 @@ def evaluated_at(steps: int) -> list[int]:
 
 def train(run: Run) -> list[float]:
     """Train in four threads of this process, and return the excess loss at `evaluated_at`, as results files hold it."""
-    return [float(f"{each:.5g}") for each in run_world(_learn, RANKS, run)[0]]
+    num_threads = torch.get_num_threads()
+    try:
+        return [float(f"{each:.5g}") for each in run_world(_learn, RANKS, run)[0]]
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _learn(transport: Transport, run: Run) -> list[float]:
     torch.set_num_threads(1)
     task = Trigrams(learning_rate=run.rate, seed=run.seed, skew=run.skew)
-    training = Training(transport, task, run.algorithm, run.steps)
-    curve = []
-    for step in evaluated_at(run.steps):
-        while training.step < step:
-            training.advance()
-        curve.append(training.evaluate())
-    training.close()
-    return curve
+    with closing(Training(transport, task, run.algorithm, run.steps)) as training:
+        curve = []
+        for step in evaluated_at(run.steps):
+            while training.step < step:
+                training.advance()
+            curve.append(training.evaluate())
+        return curve
 
 
 def read(path: Path) -> Results:
@@ -217,9 +221,10 @@ def read(path: Path) -> Results:
     results: Results = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
-            *fields, curve = json.loads(line).values()
-            results[Run(*fields)] = curve
-        except (ValueError, TypeError, AttributeError) as error:
+            fields = json.loads(line)
+            curve = fields.pop("excess")
+            results[Run(**fields)] = curve
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ConfigError(f"{path} holds a line that is no run ({error}). Remove it: {line[:60]!r}") from None
     return results
 

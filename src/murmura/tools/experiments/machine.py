@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from murmura import __version__
-from murmura.launch.plan import num_cores
+from murmura.transports.host import num_cores
 
 
 @dataclass(frozen=True)

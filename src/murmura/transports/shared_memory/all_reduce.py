@@ -57,7 +57,7 @@ def _reduce_slots(
     inputs = [session.segment.tensor(place, flat_in.numel(), flat_in.dtype) for place in slots]
     inputs[session.rank].copy_(flat_in)
     session.enter(call)
-    reduction.reduce([reduction.array(each) for each in inputs], reduction.array(flat_out))
+    session.reduce(reduction, [reduction.array(each) for each in inputs], reduction.array(flat_out))
 
 
 def _reduce_in_place(

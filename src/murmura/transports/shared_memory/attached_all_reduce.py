@@ -28,7 +28,8 @@ def reduce_attached(session: CollectiveSession, flat: Tensor, reduction: Reducti
             there = addresses[peer] + start * item_bytes
             session.read_peer(peer, there, places[peer], (stop - start) * item_bytes)
         result = own[start:stop]
-        reduction.reduce([result, *(views[peer][: stop - start] for peer in peers)], result)
+        inputs = [result, *(views[peer][: stop - start] for peer in peers)]
+        session.reduce(reduction, inputs, result)
     session.sync()
     for peer in peers:
         start, stop = bounds[peer]

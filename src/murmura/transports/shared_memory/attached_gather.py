@@ -41,5 +41,5 @@ def reduce_scatter_attached(
         inputs = [
             mine[start:stop] if each == rank else views[each][: stop - start] for each in range(session.world_size)
         ]
-        reduction.reduce(inputs, result[start:stop])
+        session.reduce(reduction, inputs, result[start:stop])
     session.sync()  # nobody reads this rank's tensor any more

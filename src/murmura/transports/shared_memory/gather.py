@@ -113,7 +113,7 @@ def reduce_scatter_in_segment(
             segment.bytes[place : place + out.nbytes] = _bytes_of(part)
         session.enter(call)
         mine = [segment.tensor(place + rank * out.nbytes, numel, dtype) for place in slots]
-        reduction.reduce([reduction.array(each) for each in mine], reduction.array(out))
+        session.reduce(reduction, [reduction.array(each) for each in mine], reduction.array(out))
         return
     place, num_bytes = _place_of_all(segment, parts), out.nbytes * len(parts)
     if place < 0:
@@ -176,7 +176,7 @@ def _reduce_in_pipeline(
                     else incoming[peer][start - low : stop - low]
                     for peer in range(world_size)
                 ]
-                reduction.reduce(pieces, result[start:stop])
+                session.reduce(reduction, pieces, result[start:stop])
         num_done += len(bounds)
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
+from typing import Any
 
+from murmura.collectives.reduction import Reduction
 from murmura.errors import PeerTimeout, TransportError
 from murmura.transports.shared_memory import futex
 from murmura.transports.shared_memory.control_block import (
@@ -21,7 +24,7 @@ from murmura.transports.shared_memory.control_block import (
 )
 from murmura.transports.shared_memory.peer_memory import OFFERED, PeerMemory
 from murmura.transports.shared_memory.point_to_point import MessageExchange
-from murmura.transports.shared_memory.threads import num_threads
+from murmura.transports.shared_memory.threads import GRAIN, num_threads, piece_bytes
 
 STAGING_BYTES = 64 * 2**20  # at most, for a rank; longer messages go in blocks of this
 TABLE_SECONDS = 2.0  # how long a rank waits for the others' part of the table of a mismatch
@@ -76,11 +79,15 @@ class CollectiveSession:
         while self._outgrown:
             self.segment.give_back(self._outgrown.pop())
 
+    def absent_peers(self) -> list[int]:
+        """Who has not entered the collective."""
+        return [peer for peer in self.control.peers if self.control.read(peer, ENTERED) < self.number]
+
     def await_entry(self) -> None:
-        control, number = self.control, self.number
-        if control.any_below(ENTERED, number):
+        control = self.control
+        if control.any_below(ENTERED, self.number):
             control.wait(
-                lambda: [peer for peer in control.peers if control.read(peer, ENTERED) < number],
+                self.absent_peers,
                 self._operation,
                 self._timeout,
                 spin=self._spin,
@@ -162,6 +169,15 @@ class CollectiveSession:
                 peer=other,
                 operation=self._operation,
             ) from error
+
+    def reduce(self, reduction: Reduction, inputs: Sequence[Any], out: Any) -> None:
+        """`reduction.reduce` with no more threads than may share the work; numpy takes one in any case."""
+        if reduction.uses_numpy or out.numel() <= GRAIN:
+            reduction.reduce(inputs, out)
+            return
+        step = piece_bytes(self.num_threads, out.element_size()) // out.element_size()
+        for start in range(0, out.numel(), step):
+            reduction.reduce([each[start : start + step] for each in inputs], out[start : start + step])
 
     def stage(self, num_bytes: int) -> int:
         """The place of this rank's staging area, for a message of so many bytes or a block of it."""

@@ -61,15 +61,16 @@ class SmallAllReduce:
     def __init__(self, control: ControlBlock, tensor: Tensor, op: ReduceOp, call: str) -> None:
         self.call = call
         self._num_bytes, self._dtype = tensor.nbytes, tensor.detach().numpy().dtype
+        self._bytes_type = ctypes.c_uint8 * self._num_bytes
         self.run, self.finish = self._prepare(control, Reduction(op, tensor.dtype, control.world_size, tensor.device))
 
-    def views(self, tensor: Tensor) -> tuple[memoryview, Any]:
-        """Views of the memory of `tensor` that hold no reference to it.
+    def views(self, address: int) -> tuple[memoryview, Any]:
+        """Views of the memory of a tensor at `address`, without a reference to it.
 
         They are looked up by address, shape and dtype of a tensor that is alive, so they never outlive the memory.
         """
-        raw: Any = np.ctypeslib.as_array((ctypes.c_uint8 * self._num_bytes).from_address(tensor.data_ptr()))
-        return memoryview(raw), raw.view(self._dtype)
+        raw = memoryview(self._bytes_type.from_address(address)).cast("B")
+        return raw, np.frombuffer(raw, self._dtype)
 
     def _prepare(
         self, control: ControlBlock, reduction: Reduction

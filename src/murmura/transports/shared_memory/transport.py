@@ -19,6 +19,7 @@ from murmura.transports import agreement
 from murmura.transports.base import Async, Op, Pairs, Seconds, Sync, Transport
 from murmura.transports.checks import Tensors, check_timeout, describe, describe_call, flatten, store
 from murmura.transports.error_reporter import ExitNotice
+from murmura.transports.host import has_idle_core
 from murmura.transports.profiling import is_profiled
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.shared_memory import futex, rendezvous
@@ -170,7 +171,11 @@ class SharedMemoryTransport(Transport):
         return SharedMemoryMessages(channel)
 
     def has_spare_core(self) -> bool:
-        return self._segment.world_size * torch.get_num_threads() < len(os.sched_getaffinity(0))
+        return has_idle_core(self._segment.world_size)
+
+    def absent_peers(self) -> list[int]:
+        absent = [] if self.closed else self._session.absent_peers()
+        return [self.reporter.world_rank(peer) for peer in absent]
 
     def observe_waiting(self, probe: Probe | None) -> None:
         self._control.probe = probe
@@ -217,16 +222,8 @@ class SharedMemoryTransport(Transport):
         if timeout is not None:
             check_timeout(timeout)
         if out is None and not async_op:
-            try:
-                prepared = self._prepared.get((tensor.data_ptr(), tensor.shape, tensor.dtype, op))
-            except RuntimeError:  # a sparse tensor has no address; it is refused below
-                prepared = None
-            if (
-                prepared is not None
-                and tensor.is_contiguous()
-                and not tensor.is_neg()
-                and self.run_prepared(prepared, timeout)
-            ):
+            prepared = self._find_prepared(tensor, op)
+            if prepared is not None and self.run_prepared(prepared, timeout):
                 return tensor
         if async_op:
             return super().all_reduce(tensor, op, out=out, async_op=True, timeout=timeout)
@@ -237,6 +234,25 @@ class SharedMemoryTransport(Transport):
 
     def prepared_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Any:
         return self._prepared.get((tensor.data_ptr(), tensor.shape, tensor.dtype, op))
+
+    def prepared_elsewhere(self, prepared: Any, address: int) -> Any:
+        small, _, _ = prepared
+        return small, *small.views(address)
+
+    def _find_prepared(self, tensor: Tensor, op: ReduceOp | str) -> Any:
+        """What `run_prepared` needs for a tensor that was reduced before, or is like one that was; None if neither."""
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # a sparse tensor has no address; it is refused later
+            return None
+        kind = (tensor.shape, tensor.dtype, op)
+        prepared = self._prepared.get((address, *kind))
+        small = self._small_all_reduces.get(kind) if prepared is None else None
+        if prepared is None and small is None:
+            return None
+        if not tensor.is_contiguous() or tensor.is_neg() or not tensor.is_cpu:
+            return None
+        return prepared if small is None else self._keep(address, kind, small)
 
     def run_prepared(self, prepared: Any, timeout: float | None) -> bool:
         executor = self._executor
@@ -264,16 +280,20 @@ class SharedMemoryTransport(Transport):
         return True
 
     def _prepare(self, tensor: Tensor, op: ReduceOp) -> None:
+        kind = (tensor.shape, tensor.dtype, op)
+        small = self._small_all_reduces.get(kind)
+        if small is None:
+            if len(self._small_all_reduces) >= NUM_PREPARED:
+                self._small_all_reduces.clear()
+            small = SmallAllReduce(self._control, tensor, op, describe_call("all_reduce", op, tensor))
+            self._small_all_reduces[kind] = small
+        self._keep(tensor.data_ptr(), kind, small)
+
+    def _keep(self, address: int, kind: tuple[Any, ...], small: SmallAllReduce) -> Any:
         if len(self._prepared) >= NUM_PREPARED:
             self._prepared.clear()
-            self._small_all_reduces.clear()
-        kind = (tensor.shape, tensor.dtype, op)
-        prepared = self._small_all_reduces.get(kind)
-        if prepared is None:
-            prepared = self._small_all_reduces[kind] = SmallAllReduce(
-                self._control, tensor, op, describe_call("all_reduce", op, tensor)
-            )
-        self._prepared[tensor.data_ptr(), *kind] = (prepared, *prepared.views(tensor))
+        prepared = self._prepared[(address, *kind)] = (small, *small.views(address))
+        return prepared
 
     def all_reduce_flat(
         self, flat_in: Tensor, flat_out: Tensor, op: ReduceOp, call: str, timeout: float | None
