@@ -176,7 +176,7 @@ class Broken(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        if func is torch.Tensor.detach:
+        if func in (torch.Tensor.detach, torch.Tensor.data_ptr):
             raise MemoryError("no memory for a copy")
         return super().__torch_function__(func, types, args, kwargs)
 
