@@ -14,7 +14,12 @@ Piece = tuple[str, int, int]
 
 
 class MajorityVote(LossyGradients):
-    """g <- 1 where at least half of the ranks have a gradient of zero or more, and -1 elsewhere."""
+    """g <- 1 where at least half of the ranks have a gradient of zero or more, and -1 elsewhere. Nothing is kept."""
+
+    def snapshot(self) -> object:
+        return ()
+
+    def take_back(self, snapshot: object) -> None: ...
 
     def mean(self, everyone: list[Shares], used: set[str]) -> Waiting:
         names = self.rank.next_layout()
@@ -40,8 +45,8 @@ class Streaming(AfterStep):
     """One of `fragments` at a time: d = mean(theta - x); v <- 0.9 v + d; theta <- theta - 0.7 (d + 0.9 v).
 
     A round later x <- (x + theta) / 2. Buffers go with the last fragment; their mean stands for theta. Nobody waits for
-    the others before that, so there is no vote, but for the first exchange after other weights were loaded. What is in
-    flight then, or when the algorithm is left, is void.
+    the others before that: a rank that has stepped votes along with its fragment, and waits for the votes only in the
+    first exchange after other weights were loaded. What is in flight then, or when the algorithm is left, is void.
     """
 
     kept = ("theta", "velocity", "pieces", "arrived")
@@ -106,12 +111,15 @@ class Streaming(AfterStep):
         while self.num_pending > num_left:
             if self.is_restarted:
                 yield from self.rank.exchange("votes", True)
+            elif self.fragment_after(self.due[0]) is not None:
+                self.rank.post("votes beside training", True)
             self.num_pending -= 1
             yield from self.communicate()
 
     def before_collective(self) -> Waiting:
-        while self.num_pending and self.is_restarted:
-            votes = yield from self.rank.exchange("votes", False)
+        while self.num_pending and (self.is_restarted or self.fragment_after(self.due[0]) is not None):
+            channel = "votes" if self.is_restarted else "votes beside training"
+            votes = yield from self.rank.exchange(channel, False)
             if not any(votes):
                 return
             self.num_pending -= 1
