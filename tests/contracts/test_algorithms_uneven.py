@@ -140,3 +140,30 @@ def half(transport: Transport) -> list[float]:
 def test_gradients_count_for_as_much_more_as_data_are_missing() -> None:
     # Rank 0 sends 2 * 8 and keeps its 3; rank 1, which has nothing new, sends its 3.
     assert run_world(half, 2, timeout=SECONDS) == [[1.5, 8.0]] * 2
+
+
+def owes_after_a_join(transport: Transport) -> list[float]:
+    """How far a weight has moved when all that messages lost has been sent: rank 1 leaves its loop after one batch."""
+    model = nn.Linear(4, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    ddp = DDP(model, transport, algorithm=GradientAllReduceAlgorithm(compressor=ErrorFeedback(TopK(0.25))))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    inputs = torch.tensor([[4.0, 3.0, 2.0, 1.0]], dtype=torch.float64)
+
+    def take_step(factor: float) -> None:
+        optimizer.zero_grad()
+        ddp(factor * inputs).sum().backward()
+        optimizer.step()
+
+    with ddp.join():
+        for _ in range(1 if transport.rank else 4):
+            take_step(1.0)
+    optimizer.zero_grad()
+    for _ in range(7):
+        take_step(0.0)
+    ddp.close()
+    return model.weight[0].tolist()
+
+
+def test_what_a_rank_sent_after_its_last_batch_is_not_sent_again() -> None:
+    assert run_world(owes_after_a_join, 2, timeout=SECONDS) == [[-10.0, -7.5, -5.0, -2.5]] * 2

@@ -332,3 +332,20 @@ def test_error_feedback_resumes_with_another_size_of_buckets(tmp_path: Path) -> 
 
     for whole, resumed in zip(on_ranks(run, 2, False), on_ranks(run, 2, True), strict=True):
         assert torch.equal(whole, resumed)
+
+
+@pytest.mark.parametrize("as_views", [True, False])
+def test_a_gradient_whose_data_were_replaced_is_averaged_in_the_next_round(as_views: bool) -> None:
+    def run(transport: Transport) -> list[float]:
+        model = nn.Linear(2, 1, bias=False)
+        found = []
+        with closing(DDP(model, transport, gradient_as_bucket_view=as_views)) as ddp:
+            for _ in range(3):
+                model.zero_grad(set_to_none=False)
+                ddp(torch.full((1, 2), float(transport.rank + 1))).sum().backward()
+                assert model.weight.grad is not None
+                found.append(model.weight.grad[0, 0].item())
+                model.weight.grad.data = model.weight.grad.data * 1.0  # takes the view itself out of the bucket
+        return found
+
+    assert run_world(run, 2) == [[1.5] * 3] * 2

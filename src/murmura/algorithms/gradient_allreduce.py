@@ -94,6 +94,10 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         self._rounds_since_step += 1
 
     def before_step(self, optimizer: Optimizer) -> None:
+        self.round_is_over()
+
+    def round_is_over(self) -> None:
+        """What was sent will not be taken back: the step comes, or, after this rank's last batch, that of others."""
         self._rounds_since_step = 0
         for mean in self._means.values():
             mean.forget_kept()

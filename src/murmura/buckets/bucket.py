@@ -32,6 +32,7 @@ class Bucket:
         self.gpu = self.flat.get_device() if self.flat.is_cuda else None  # its number
         self._form = self.flat.dtype, self.flat.device
         self._shapes = [view.shape for view in self.views]
+        self._places = [view.data_ptr() for view in self.views]
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """`flat`, a tensor as long as the bucket's own, cut by parameter, with the parameters' shapes and strides."""
@@ -59,9 +60,12 @@ class Bucket:
 
     def gradient_outside(self, slot: int) -> Tensor | None:
         """The gradient of `parameters[slot]`, unless it is in the bucket already; `UsageError` if it does not fit."""
-        view, gradient = self.views[slot], self.parameters[slot].grad
-        if gradient is view:
+        if self.holds(slot):
             return None
+        gradient = self.parameters[slot].grad
+        if gradient is self.views[slot]:  # `grad.data = ...` took the view itself out of the bucket
+            self.views[slot] = self.views_of(self.flat)[slot]
+        view = self.views[slot]
         assert gradient is not None
         if gradient.layout is not torch.strided:
             raise UsageError(
@@ -76,6 +80,11 @@ class Bucket:
                 "or resized after wrapping. Do that before, or wrap the model again: DDP(ddp.into_inner(), ...)."
             )
         return gradient
+
+    def holds(self, slot: int) -> bool:
+        """Whether the gradient of `parameters[slot]` is its view, which still lies in `flat`."""
+        view = self.views[slot]
+        return self.parameters[slot].grad is view and view.data_ptr() == self._places[slot]
 
     def __repr__(self) -> str:
         return (

@@ -269,8 +269,8 @@ class GradientReducer:
     def _check_views(self) -> None:
         """Raise `UsageError` if a gradient is no longer that which was exchanged: its mean would be lost."""
         for bucket, ready in zip(self.buckets, self._ready, strict=True):
-            for slot, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
-                if parameter.grad is view or not ready[slot]:
+            for slot, parameter in enumerate(bucket.parameters):
+                if not ready[slot] or bucket.holds(slot):
                     continue
                 if parameter.grad is None or bucket.gradient_outside(slot) is not None:
                     raise UsageError(

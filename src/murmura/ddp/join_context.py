@@ -180,6 +180,8 @@ class UnevenInputs:
         for parameter in model.replica.parameters:
             parameter.grad = None
         model.finish(Event.SYNC)
+        if isinstance(model.algorithm, GradientAllReduceAlgorithmImpl):
+            model.algorithm.round_is_over()
         model.settling.settle()
 
     def _close(self) -> None:

@@ -155,6 +155,8 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
         """Memory in which collectives need no copy; what is in it is left from before."""
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise UsageError(f"size={size!r} must be a whole number of elements, at least 0.")
         return self._pool.take(size, dtype)
 
     # Deadlines and the end
