@@ -24,7 +24,7 @@ def is_refused_by_gloo(collective: str, op: str, dtype: torch.dtype) -> bool:
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_sample_gives_what_gloo_gives(world_size: int) -> None:
     check(grid.sample(), world_size)
 

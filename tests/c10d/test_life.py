@@ -246,6 +246,7 @@ def test_an_installed_backend_needs_no_import(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ranks] == [0, 0], told
 
 
+@pytest.mark.slow  # the one above has the usual way
 @pytest.mark.parametrize("program", [ENTRY_POINT, IMPORT], ids=["entry point", "import murmura"])
 def test_where_torch_loads_no_backends(program: str) -> None:
     """The entry point imports nothing and never raises; `import murmura` registers the backend."""
