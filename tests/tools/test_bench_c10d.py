@@ -17,6 +17,7 @@ from murmura.tools.cli import bench
 from murmura.tools.cli.main import app
 
 
+@pytest.mark.slow
 def test_every_call_is_measured_and_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     quick = C10dSpec(sizes_bytes=(4096,), seconds=0.05, steps=False)
     monkeypatch.setattr(bench, "C10dSpec", lambda **options: quick)
