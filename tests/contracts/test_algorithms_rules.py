@@ -66,6 +66,8 @@ def test_the_gradient_is_taken_before_the_average_and_averages_come_at_every_int
 
 # When the wire is used
 
+IN_BACKGROUND = ("async", "streaming_diloco", "streaming_uint4")  # whose exchanges go on after the step
+
 
 def operations_by_round(transport: Transport, algorithm: Callable[[], Algorithm], task: Task, rounds: int) -> list[int]:
     """How many operations each round took, with an evaluation between any two that must take none."""
@@ -88,25 +90,27 @@ def operations_by_round(transport: Transport, algorithm: Callable[[], Algorithm]
         return counts
 
 
-@every(lambda entry: entry.name not in ("async", "streaming_diloco"))
+@every(lambda entry: entry.name not in IN_BACKGROUND)
 def test_evaluation_never_communicates(entry: Entry) -> None:
     for counts in on_ranks(operations_by_round, 2, entry.make, entry.fit(regression()), 5):
         assert sum(counts) > 0
 
 
-@every(lambda entry: entry.name in ("async", "streaming_diloco"))
+@every(lambda entry: entry.name in IN_BACKGROUND)
 def test_evaluation_starts_no_exchange_in_the_background(entry: Entry) -> None:
     """Its operations may last into an evaluation; their number is that of a run without any."""
 
+    task = entry.fit(regression())
+
     def operations(transport: Transport, evaluate: bool) -> int:
         with TracedTransport(transport) as traced:
-            ddp = DDP(regression().make_model(), traced, algorithm=entry.make())
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            ddp = DDP(task.make_model(), traced, algorithm=entry.make())
+            optimizer = task.make_optimizer(ddp.parameters())
             for number_ in range(5):
-                step(ddp, optimizer, regression(), number_, transport.rank)
+                step(ddp, optimizer, task, number_, transport.rank)
                 ddp.eval()
                 for _ in range(2 * evaluate):
-                    ddp(regression().shard(number_, 0, 0)[0])
+                    ddp(task.shard(number_, 0, 0)[0])
                 ddp.train()
             ddp.algorithm_state_dict()  # which waits for what is under way
             ddp.close()
