@@ -46,6 +46,7 @@ class Before:
 
 def pytest_configure() -> None:
     os.environ[TOKEN] = f"{os.getpid()}-{time.monotonic_ns()}"
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: more of them than processors run at a time
 
 
 @pytest.hookimpl(wrapper=True)

@@ -53,6 +53,7 @@ def test_what_no_test_could_see_is_left_alone(source: str) -> None:
     assert mutations("a.py", source) == []
 
 
+@pytest.mark.slow
 def test_a_draw_is_repeatable_and_every_file_of_it_has_tests(imports: Imports) -> None:
     part = ROOT / "src" / "murmura" / "buckets"
     assert draw(part, 1, 40) == draw(part, 1, 40) != draw(part, 2, 40)

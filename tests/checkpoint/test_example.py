@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "resume_after_a_kill.py"
 
 
+@pytest.mark.slow
 def test_the_example_ends_with_the_same_bits() -> None:
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=55)
     assert done.returncode == 0, done.stderr

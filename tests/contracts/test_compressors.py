@@ -242,7 +242,7 @@ def bound(block: Tensor, decoded: Tensor) -> Tensor:
 @pytest.mark.parametrize("block_size", [1, 7, 100, 4096, None])
 def test_the_error_is_at_most_half_a_step(dtype: torch.dtype, block_size: int | None) -> None:
     for kind in FINITE:
-        for length in (1, 3, 501):
+        for length in (1, 3, 51 if block_size == 1 else 501):
             values = samples(kind, length, dtype)
             decoded = round_trip(MinMaxUInt8(block_size), values)
             assert bool(decoded.isfinite().all()), kind

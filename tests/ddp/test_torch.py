@@ -66,7 +66,9 @@ def check_compiled(results: list[list[dict[str, Tensor | None]]]) -> None:
         torch.testing.assert_close(seen, mean_gradients(2, step))
 
 
-@pytest.mark.parametrize("what", ["module", "module in place", "wrapper"])
+@pytest.mark.parametrize(
+    "what", ["wrapper", *[pytest.param(each, marks=pytest.mark.slow) for each in ("module", "module in place")]]
+)
 def test_compiled_modules(what: str) -> None:
     check_compiled(on_ranks(compiled, 2, what, "aot_eager"))
 

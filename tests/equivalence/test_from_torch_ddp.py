@@ -56,7 +56,7 @@ def table(numbers: list[list[float]]) -> Tensor:
 @pytest.fixture(scope="module")
 def by_torch(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[float]], Path]:
     folder = tmp_path_factory.mktemp("torch")
-    return train("torch", 6, folder), folder
+    return train("torch", 4, folder), folder
 
 
 @pytest.mark.timeout(150)
@@ -64,11 +64,11 @@ def by_torch(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[li
 def test_the_script_trains_as_before_also_from_a_checkpoint_of_either_wrapper(
     begins: str, train: Train, by_torch: tuple[list[list[float]], Path], tmp_path: Path
 ) -> None:
-    printed = train(begins, 3, tmp_path) + train("murmura", 6, tmp_path)
+    printed = train(begins, 2, tmp_path) + train("murmura", 4, tmp_path)
     wanted, folder = by_torch
-    assert [epoch for epoch, *_ in printed] == list(range(6))
+    assert [epoch for epoch, *_ in printed] == list(range(4))
     torch.testing.assert_close(table(printed), table(wanted), rtol=0, atol=1e-9)
-    assert printed[-1][1] < printed[0][1] / 2  # it has learned something
+    assert printed[-1][2] < printed[0][2] / 2  # the loss on held-out samples: it has learned something
 
     ours, theirs = (torch.load(each / "checkpoint.pt", weights_only=True) for each in (tmp_path, folder))
     assert [f"module.{name}" for name in ours["model"]] == list(theirs["model"])

@@ -67,7 +67,7 @@ def rank_of(transport: Transport) -> int:
     return transport.rank
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_too_few_open_files_for_a_world_of_processes(transport: str) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert run_world(rank_of, 2, kind="processes") == [0, 1]  # the fork server has its own limit, from before

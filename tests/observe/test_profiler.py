@@ -40,7 +40,11 @@ def watched_step(transport: Transport) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "transport"),
-    [("threads", None), ("processes", None), ("processes", "gloo"), ("processes", "hierarchical")],
+    [
+        ("threads", None),
+        ("processes", None),
+        *[pytest.param("processes", other, marks=pytest.mark.slow) for other in ("gloo", "hierarchical")],
+    ],
 )
 def test_exchanges_show_in_torch_s_profiler(kind: Any, transport: str | None) -> None:
     (names, num_buckets, shortest), nothing = run_world(watched_step, 2, kind=kind, transport=transport, timeout=40.0)
