@@ -42,7 +42,8 @@ class DDP(TorchSurface):
         module: the model; reached again as `.module`, and calling it directly works too.
         transport: None connects as the environment says, and `close` closes that connection; one that is given
             stays the caller's. A list is taken as torch's `device_ids`.
-        algorithm: an Algorithm or its name; None takes the environment's, else gradient all-reduce.
+        algorithm: an Algorithm or its name, the same on all ranks; None takes the environment's, else gradient
+            all-reduce.
         bucket_size_bytes: parameters travel together in buckets of at most about this size; a smaller model is cut
             into several all the same, so that they travel while backward goes on.
         broadcast_buffers: whether ranks take over rank 0's buffers at the start and at the first forward of a round;
@@ -127,7 +128,7 @@ class DDP(TorchSurface):
         try:
             channel = self._transport.channel("ddp").without_listeners()
             self._replica = ModelReplica(module, channel, self.parameters_to_ignore, self.forward_sync_buffers)
-            replica_checks.check_same_model(self._replica.transport, self._replica.describe())
+            replica_checks.check_same_model(self._replica.transport, self._replica.describe(), chosen)
             if init_sync:
                 self._replica.take_over(0, buffers=self.forward_sync_buffers or forward_sync_buffers is not None)
             self._driver = RoundDriver(

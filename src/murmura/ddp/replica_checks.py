@@ -1,4 +1,4 @@
-"""Checks that all ranks hold the same model: the same parameters and buffers, and the same values in them."""
+"""Checks that all ranks train alike: the same parameters and buffers, the same values in them, the same algorithm."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ import torch
 from torch import Tensor
 
 from murmura.agreement import first_difference, texts_if_different
+from murmura.algorithms.base import Algorithm
+from murmura.algorithms.choices import choices_text
 from murmura.errors import CollectiveMismatch, ReplicaDivergence
 from murmura.transports.base import Transport
 
 
-def check_same_model(transport: Transport, lines: Sequence[str]) -> None:
-    """Raise `ReplicaDivergence` on every rank unless all ranks describe their model by the same `lines`."""
-    texts = _compare(transport, "what the model is", lines)
+def check_same_model(transport: Transport, lines: Sequence[str], algorithm: Algorithm | None = None) -> None:
+    """Raise `ReplicaDivergence` on every rank unless all ranks describe their model by the same `lines`.
+
+    An `algorithm` is compared in the same message, before anything is exchanged by it.
+    """
+    texts = _compare(transport, "what the model is", [choices_text(algorithm), *lines])
     if texts is None:
         return
+    _refuse_other_algorithms(transport, [first for first, *_ in texts])
+    texts = [text[1:] for text in texts]
     at = first_difference(texts)
     assert at is not None
     held = [text[at] if at < len(text) else "(nothing)" for text in texts]
@@ -27,6 +34,22 @@ def check_same_model(transport: Transport, lines: Sequence[str]) -> None:
         f"the ranks wrap different models; the first difference is entry {at} of parameters and buffers:\n{rows}\n"
         "Build the same model on every rank before wrapping it."
     )
+
+
+def check_same_algorithm(transport: Transport, algorithm: Algorithm) -> None:
+    """Raise `ReplicaDivergence` on every rank unless all ranks chose the same `algorithm`, with the same options."""
+    texts = _compare(transport, "what the algorithm is", [choices_text(algorithm)])
+    if texts is not None:
+        _refuse_other_algorithms(transport, [text for (text,) in texts])
+
+
+def _refuse_other_algorithms(transport: Transport, chosen: Sequence[str]) -> None:
+    if len(set(chosen)) > 1:
+        rows = "\n".join(f"  rank {rank}: {text}" for rank, text in zip(transport.world_ranks, chosen, strict=True))
+        raise ReplicaDivergence(
+            f"the ranks run different algorithms:\n{rows}\n"
+            "Give the same one with the same options on every rank; where none is given, it is MURMURA_ALGORITHM's."
+        )
 
 
 def check_same_values(transport: Transport, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
@@ -68,7 +91,7 @@ def _compare(transport: Transport, subject: str, lines: Sequence[str]) -> list[l
         rows = "\n".join(f"  rank {rank}: {call}" for rank, call in calls.items())
         raise CollectiveMismatch(
             f"the ranks of a model are not at the same place:\n{rows}\n"
-            "Every rank must wrap, thaw and verify at the same round.",
+            "Every rank must wrap, thaw, verify and change the algorithm at the same round.",
             calls,
         )
     return [text[1:] for text in texts]

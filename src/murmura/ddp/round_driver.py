@@ -106,6 +106,7 @@ class RoundDriver:
         self.reducer.refuse_switch()
         self.round.apply(Event.SWITCH)
         self.settling.settle()
+        replica_checks.check_same_algorithm(self.channel, algorithm)
         self.algorithm = replace_algorithm(self.algorithm, algorithm, self.replica)
         self._take_in_thawed(running=False)
         self._start(self.algorithm)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from murmura.agreement import texts_if_different
 from murmura.algorithms import Algorithm, AlgorithmImpl, GradientAllReduceAlgorithmImpl, algorithm_named
 from murmura.algorithms.background_exchange import BackgroundExchanges
 from murmura.buckets import Bucket
 from murmura.ddp.replica import ModelReplica
-from murmura.errors import ConfigError, MurmuraError, ReplicaDivergence, UsageError
+from murmura.ddp.replica_checks import check_same_algorithm
+from murmura.errors import ConfigError, MurmuraError, UsageError
 from murmura.transports.connect import transport_for
 from murmura.types import Exchanges
 
@@ -92,7 +92,7 @@ class AppliedAlgorithm:
         self._transport = transport_for(module, process_group=ddp_model.process_group)
         try:
             channel = self._transport.channel("torch ddp").without_listeners()
-            _check_same(texts_if_different(channel, [repr(algorithm)]))
+            check_same_algorithm(channel, algorithm)
             self._replica = ModelReplica(module, channel, ignored)
             self._names = {id(parameter): name for name, parameter in module.named_parameters()}
             self._background = BackgroundExchanges(channel)
@@ -218,9 +218,3 @@ def _same(bucket: Bucket, buckets: Sequence[Bucket], is_last: bool) -> bool:
 
 def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(numel, dtype=dtype, device=device)
-
-
-def _check_same(texts: list[list[str]] | None) -> None:
-    if texts is not None:
-        told = "; ".join(f"rank {each}: {text[0]}" for each, text in enumerate(texts))
-        raise ReplicaDivergence(f"the ranks apply different algorithms. {told}. Apply the same on all.")
