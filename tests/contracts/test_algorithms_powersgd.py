@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -16,8 +18,8 @@ from contracts.grids import SIZES, grid
 from contracts.test_algorithms_state import check_resumption
 from contracts.test_scaled_feedback import weights_after
 from contracts.training import assert_close, by_step, regression, spread, train_world
-from ddp.models import fill
-from murmura import DDP, PowerSGDAlgorithm, TracedTransport, Transport, UsageError, run_world
+from ddp.models import errors_on, fill, on_ranks, values
+from murmura import DDP, ConfigError, PowerSGDAlgorithm, TracedTransport, Transport, UsageError, run_world
 from murmura.algorithms import powersgd
 from oracles.algorithms.gradients import AllReduce
 from oracles.algorithms.powersgd import PowerSGD
@@ -202,6 +204,64 @@ def test_odd_parameters_train_and_stay_equal() -> None:
 )
 def test_a_resumed_run_continues_bit_for_bit(algorithm: PowerSGDAlgorithm) -> None:
     check_resumption(3, algorithm, regression("momentum", torch.float32))
+
+
+def resume(transport: Transport, then: PowerSGDAlgorithm, change: Callable[[dict[str, Any]], object]) -> int:
+    """The rank of a gradient after a state of rank 2, changed, was loaded into `then`."""
+    module = fill(nn.Linear(12, 10))
+    state: dict[str, Any] = {}
+    for algorithm in (PowerSGDAlgorithm(2), then):
+        with closing(DDP(module, transport, algorithm=algorithm)) as ddp:
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            if state:
+                change(state["algorithm"])
+                ddp.load_algorithm_state_dict(state)
+            for step in range(2):
+                optimizer.zero_grad()
+                ddp(values(20, 12, seed=10 * step + transport.rank)).square().mean().backward()
+                optimizer.step()
+            state = ddp.algorithm_state_dict()
+    assert module.weight.grad is not None
+    return int(torch.linalg.matrix_rank(module.weight.grad, rtol=1e-4))
+
+
+def cut_factor(state: dict[str, Any]) -> None:
+    state["factors"]["tensors"]["weight"] = torch.zeros(3)
+
+
+def cut_error(state: dict[str, Any]) -> None:
+    state["errors"]["tensors"]["weight"] = torch.zeros(3)
+
+
+def rename(state: dict[str, Any]) -> None:
+    state["errors"]["tensors"]["head"] = state["errors"]["tensors"].pop("weight")
+
+
+@pytest.mark.parametrize(
+    ("then", "change", "words"),
+    [
+        (
+            PowerSGDAlgorithm(3),
+            id,
+            r"a factor of shape \[12, 2\] for 'weight', and here it is \[12, 3\]: .* another rank",
+        ),
+        (PowerSGDAlgorithm(1), id, r"a factor of shape \[12, 2\] for 'weight', and here it is \[12, 1\]"),
+        (PowerSGDAlgorithm(2, error_feedback=False), id, "lost of 'weight', which error_feedback=False would drop"),
+        (PowerSGDAlgorithm(2), cut_factor, "3 elements of 'weight', .* saved for another model"),
+        (PowerSGDAlgorithm(2), cut_error, "3 elements of 'weight', .* saved for another model"),
+        (PowerSGDAlgorithm(2), rename, "120 elements of 'head', .* saved for another model"),
+    ],
+    ids=["larger", "smaller", "no feedback", "factor", "error", "name"],
+)
+def test_a_state_that_does_not_fit_is_refused(then: PowerSGDAlgorithm, change: Any, words: str) -> None:
+    for error in errors_on(resume, 2, then, change):
+        assert isinstance(error, ConfigError)
+        assert re.search(words, str(error))
+
+
+@pytest.mark.parametrize("then", [PowerSGDAlgorithm(2), PowerSGDAlgorithm(1, warm_start=False)], ids=str)
+def test_a_state_whose_factors_are_not_needed_or_fit_is_taken(then: PowerSGDAlgorithm) -> None:
+    assert on_ranks(resume, 2, then, id) == [then.rank] * 2
 
 
 @grid("skipped, how", (0, 2), ("resumed", "none", "zeros"), sample=3)  # buckets are cut anew after round 0

@@ -176,6 +176,12 @@ class AlgorithmImpl:
         """Everything that must travel in a checkpoint for a run to continue bit for bit."""
         return {}
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` unless `state` fits the model and the choices here; change nothing, and send nothing.
+
+        Called before `load_state_dict`, and where it is not the last to be loaded, before anything else is.
+        """
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
 

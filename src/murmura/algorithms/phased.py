@@ -110,12 +110,17 @@ class PhasedImpl(AlgorithmImpl):
     def state_dict(self) -> dict[str, Any]:
         return {"is_first": self._is_first, "running": self.running.state_dict()}
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        if state["is_first"] == self._is_first:  # the other phase cannot tell before it runs
+            self.running.check_state(state["running"])
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["is_first"] != self._is_first:  # saved in the other phase
             self.running.close()
             self._is_first = state["is_first"]
             self.running = (self.first if self._is_first else self.then).reify(self.process_group)
             self.running.setup(self._replica)
+            self.running.check_state(state["running"])
         self.running.load_state_dict(state["running"])
 
 

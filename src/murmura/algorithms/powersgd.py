@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -21,6 +21,7 @@ from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.parameter_state import ParameterState
 from murmura.algorithms.skipped_steps import gradients_are_gone
 from murmura.algorithms.traffic import mean_bytes
+from murmura.algorithms.weights import of_another_model
 from murmura.buckets import Bucket
 from murmura.errors import ConfigError, UsageError
 from murmura.types import Exchanges, ReduceOp
@@ -253,11 +254,43 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
             "factors": self._factors.state_dict(),
         }
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        parameters = dict(zip(self._replica.names, self._replica.parameters, strict=True))
+        for kind in ("errors", "factors"):
+            for name, tensor in _all_tensors(state[kind]):
+                if name not in parameters:
+                    raise of_another_model(name, tensor.numel())
+                self._check_tensor(kind, name, parameters[name].shape, tensor)
+
+    def _check_tensor(self, kind: str, name: str, shape: Sequence[int], tensor: Tensor) -> None:
+        """Refuse what was not kept of a parameter of this `shape`, or with other choices."""
+        height, width = matrix_shape(shape)
+        if kind == "errors" and not self.error_feedback and tensor.any():
+            raise ConfigError(
+                f"this state holds what messages lost of {name!r}, which error_feedback=False would drop. Go on with "
+                "error_feedback=True, or leave the algorithm's state out."
+            )
+        if tensor.shape[:1] != ((width,) if kind == "factors" else (height * width,)):
+            raise of_another_model(name, tensor.numel())
+        rank = min(self.rank, height, width)
+        if kind == "factors" and self.warm_start and tuple(tensor.shape) != (width, rank):
+            raise ConfigError(
+                f"this state holds a factor of shape {list(tensor.shape)} for {name!r}, and here it is "
+                f"{[width, rank]}: it was saved with another rank. Go on with the same, or leave the algorithm's state "
+                "out."
+            )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._rounds_since_step = state["rounds_since_step"]
         self._errors.load_state_dict(state["errors"])
         self._free_flats, self._kept_flats = {}, {}
         self._factors.load_state_dict(state["factors"])
+
+
+def _all_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """What the state of a `ParameterState` holds, with the names of the parameters."""
+    yield from state["tensors"].items()
+    yield from (state["kept"] or {}).items()
 
 
 _LOADING = threading.Lock()

@@ -99,7 +99,7 @@ class FlatWeights(FlatTensors):
         parts = self._parts(flats)
         for name, value in saved.items():
             if not self._is_known(name) or (name in parts and parts[name].numel() != value.numel()):
-                raise _of_another_model(name, value.numel())
+                raise of_another_model(name, value.numel())
             if name in parts:
                 parts[name].copy_(value)
 
@@ -108,7 +108,7 @@ class FlatWeights(FlatTensors):
         tensors = self._by_name()
         for name, _, stop in pieces:
             if not self._is_known(name) or (name in tensors and stop > tensors[name].numel()):
-                raise _of_another_model(name, stop)
+                raise of_another_model(name, stop)
         parts = torch.split(values, [stop - start for _, start, stop in pieces])
         held = [(piece, part) for piece, part in zip(pieces, parts, strict=True) if piece.name in tensors]
         return [piece for piece, _ in held], torch.cat([part for _, part in held]) if held else values.new_empty(0)
@@ -138,7 +138,8 @@ def as_real(flat: Tensor) -> Tensor:
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
-def _of_another_model(name: str, numel: int) -> ConfigError:
+def of_another_model(name: str, numel: int) -> ConfigError:
+    """The error that a state holds `numel` elements of a parameter that has another number of them here, or none."""
     return ConfigError(
         f"this state holds {numel} elements of {name!r}, which the model here does not have: it was saved for another "
         "model."

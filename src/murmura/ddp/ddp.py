@@ -284,6 +284,7 @@ class DDP(TorchSurface):
                 f"this state was saved by {state['name']}, and {type(self.algorithm).__name__} is running. Wrap the "
                 "model with the algorithm that was saved, or leave its state out."
             )
+        self.algorithm.check_state(state["algorithm"])
         self._driver.settling.settle()
         self._driver.reducer.load_plan(state["plan"])
         self._replica.round = state["round"]

@@ -129,6 +129,7 @@ class AppliedAlgorithm:
         here = type(self._algorithm).__name__
         if state["name"] != here:
             raise ConfigError(f"this state was saved by {state['name']}, and {here} is running. Apply the same one.")
+        self._algorithm.check_state(state["algorithm"])
         parameters = dict(zip(self._replica.names, self._replica.parameters, strict=True))
         self._replica.buckets = [
             Bucket(index, names, [parameters[name] for name in names], _empty)
