@@ -22,6 +22,7 @@ from murmura import (
     Transport,
     run_world,
 )
+from murmura.algorithms import algorithm_named
 from murmura.integrations.replica_state import (
     keeps_replicas_equal,
     mark_file,
@@ -130,6 +131,31 @@ def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
         assert all(why in message for message in messages), messages
     own_file(tmp_path, 1).unlink()
     assert all("murmura-rank-1.pt is missing" in message for message in run_world(restored, 2, tmp_path, diloco))
+
+
+def refused(transport: Transport, folder: Path, algorithm: Algorithm) -> tuple[str, bool, int]:
+    """Why the state is refused, whether the weights are what they were, and how much the optimizer remembers."""
+    run = Run(transport, algorithm)
+    before = [parameter.detach().clone() for parameter in run.ddp.parameters()]
+    with pytest.raises(CheckpointError) as refusal:
+        restore_own_state(folder, run.ddp, [run.optimizer])
+    is_same = all(torch.equal(*pair) for pair in zip(before, run.ddp.parameters(), strict=True))
+    return str(refusal.value), is_same, len(run.optimizer.state)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "why"),
+    [
+        ("diloco:interval=2:compressor=topk", "diloco:interval=2", "saved in 1 parts, and here are 0"),
+        ("powersgd:min_compression_rate=1", "powersgd:error_feedback=false", "error_feedback=False would drop"),
+    ],
+)
+def test_a_state_that_the_algorithm_refuses_changes_nothing(then: str, now: str, why: str, tmp_path: Path) -> None:
+    run_world(saved, 2, tmp_path, algorithm_named(then))
+    for text, is_same, num_moments in run_world(refused, 2, tmp_path, algorithm_named(now)):
+        assert why in text
+        assert is_same
+        assert num_moments == 0
 
 
 @pytest.mark.parametrize("own", [(0,), (0, 1)], ids=["while own files are written", "while plain files are written"])

@@ -184,6 +184,18 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failure(
 # Reading
 
 
+def test_a_state_that_the_algorithm_refuses_changes_nothing(tmp_path: Path) -> None:
+    on_ranks(lambda transport: save(transport, tmp_path, 2, algorithm="diloco:interval=2:compressor=topk"), 2)
+
+    def attempt(transport: Transport) -> float:
+        ddp = DDP(weight(-1.0), transport, algorithm="diloco:interval=2")
+        with pytest.raises(CheckpointError, match=r"saved in 1 parts, and here are 0.*Nothing was changed"):
+            Checkpointer(tmp_path).load(ddp=ddp)
+        return ddp.module.weight.item()
+
+    assert on_ranks(attempt, 2) == [-1.0, -1.0]
+
+
 def flip_a_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

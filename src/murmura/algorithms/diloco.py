@@ -290,10 +290,11 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
             arrival = _Arrival(arrival["fragment"], arrival["round"], [part for part in parts if part[0]])
         self._arrival = arrival
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        for saved in (state["theta"], state["velocity"]):
+            self._weights.check_by_name(saved)
         if any(any(each["encoders"]) or each["mean_encoder"] for each in state["compressed"]):
             self._check_same_cut(state)
-        super().load_state_dict(state)
 
     def _check_same_cut(self, state: Mapping[str, Any]) -> None:
         """Refuse a state whose fragments are others than those here: what compression left over belongs to them."""

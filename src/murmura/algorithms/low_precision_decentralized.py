@@ -187,7 +187,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
             "right": self._weights.by_name(self._right) if self._w else {},
         }
 
-    def take_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
         leaders = self._hierarchy.leaders
         place = None if leaders is None else (leaders.rank, leaders.world_size)
         saved_place = None if state["ring"] is None else tuple(state["ring"])
@@ -197,6 +197,10 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
                 "replicas of two neighbours it holds are of other ranks now. Go on with the same ranks in the same "
                 "places, or start the algorithm anew from averaged weights (ddp.average_parameters())."
             )
+        for saved in (state["w"], state["left"], state["right"]):
+            self._weights.check_by_name(saved)
+
+    def take_state(self, state: Mapping[str, Any]) -> None:
         if self._w:
             for own, saved in ((self._w, state["w"]), (self._left, state["left"]), (self._right, state["right"])):
                 self._weights.load_by_name(own, saved)

@@ -93,12 +93,15 @@ class PushSumAlgorithmImpl(AfterStepImpl):
     def state_dict(self) -> dict[str, Any]:
         return {"x": self._weights.by_name(self._x), "w": list(self._w), "number": self._number}
 
-    def take_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
         if len(state["w"]) != self.process_group.world_size:
             raise ConfigError(
                 f"this state was saved by {len(state['w'])} ranks, and here are {self.process_group.world_size}: their "
                 "weights in the mean do not fit. Go on with as many ranks, or start anew from ddp.average_parameters()."
             )
+        self._weights.check_by_name(state["x"])
+
+    def take_state(self, state: Mapping[str, Any]) -> None:
         self._w, self._number = list(state["w"]), state["number"]
         for x in self._x:
             x.mul_(self.weight_in_mean)  # of parameters that were frozen then

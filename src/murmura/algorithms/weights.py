@@ -94,12 +94,18 @@ class FlatWeights(FlatTensors):
         """A copy of each parameter's and buffer's part of `flats`."""
         return {name: part.clone() for name, part in self._parts(flats).items()}
 
+    def check_by_name(self, saved: Mapping[str, Tensor]) -> None:
+        """Raise `ConfigError` if `saved` holds what no weight has, or another number of elements of one."""
+        tensors = self._by_name()
+        for name, value in saved.items():
+            if not self._is_known(name) or (name in tensors and tensors[name].numel() != value.numel()):
+                raise of_another_model(name, value.numel())
+
     def load_by_name(self, flats: Sequence[Tensor], saved: Mapping[str, Tensor]) -> None:
         """Overwrite the parts of `flats` that `saved` names; the others stay as they are."""
+        self.check_by_name(saved)
         parts = self._parts(flats)
         for name, value in saved.items():
-            if not self._is_known(name) or (name in parts and parts[name].numel() != value.numel()):
-                raise of_another_model(name, value.numel())
             if name in parts:
                 parts[name].copy_(value)
 

@@ -80,6 +80,8 @@ class Loading:
         algorithm = own["algorithm"]
         if not is_same_world:
             algorithm = {**algorithm, "algorithm": self._ddp.algorithm_state_dict()["algorithm"]}
+        else:
+            self._ddp.algorithm.check_state(algorithm["algorithm"])
         random = own["random"] if is_same_world else None
         return {"model": model, "parts": parts, "algorithm": algorithm, "random": random}
 

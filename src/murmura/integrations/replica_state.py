@@ -105,7 +105,8 @@ def load_own_state(
     """Take over what `own_state` returned on this rank, after the plain file was loaded on every rank.
 
     The number of ranks may differ from that of the save if replicas were equal then; of the algorithm's state only the
-    round is restored. Raises `ConfigError`, before anything is changed, where the state does not fit.
+    round is restored. Raises `ConfigError`, before anything is changed, where the state does not fit. Only `Phased`,
+    saved in a phase that does not run here, may find out later that the options of that phase are others.
     """
     _check_fits(ddp, optimizers, others, state)
     algorithm = state["algorithm"]
@@ -270,3 +271,5 @@ def _check_fits(ddp: DDP, optimizers: Sequence[Stateful], others: Sequence[State
             f"this state was saved by {state['algorithm']['name']}, and {name} is running. Resume with the algorithm "
             "that was saved, or begin anew from the plain file"
         )
+    if state["world_size"] == here:  # otherwise only the round is taken over
+        ddp.algorithm.check_state(state["algorithm"]["algorithm"])
