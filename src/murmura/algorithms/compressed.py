@@ -147,19 +147,62 @@ class CompressedMean(ABC):
             "kept": kept,
         }
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` if `state` is of another compressor, or of chunks of another number of ranks."""
+        check_left_over(state, self._mean_encoder, self._transport.world_size)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not any(state["encoders"]) and not state["mean_encoder"]:
-            return  # nothing is left over
-        if len(state["encoders"]) != len(self._encoders):
-            raise ConfigError(
-                f"this state was saved by {len(state['encoders'])} ranks that exchange, and here are "
-                f"{len(self._encoders)}: what compression left over belongs to chunks that are cut otherwise. "
-                "Go on with as many ranks, or leave the algorithm's state out."
-            )
+        if not is_left_over(state):
+            return
+        self.check_state(state)
         for encoder, each in zip(self._encoders, state["encoders"], strict=True):
             encoder.load_state_dict(each)
         self._mean_encoder.load_state_dict(state["mean_encoder"])
         self._kept = state.get("kept")
+
+
+def is_left_over(state: Mapping[str, Any]) -> bool:
+    """Whether the state of a `CompressedMean` holds anything."""
+    return any(state["encoders"]) or bool(state["mean_encoder"])
+
+
+def check_left_over(state: Mapping[str, Any], compressor: Compressor | None, num_ranks: int | None = None) -> None:
+    """Raise `ConfigError` unless `compressor` can go on from the `state` of a `CompressedMean`.
+
+    It can if it remembers the same things, of streams that are cut alike. How they are cut is only looked at where
+    `num_ranks` says how many ranks exchange here.
+    """
+    if not is_left_over(state):
+        return
+    num_streams = len(state["encoders"])
+    is_gathered = num_streams == 1  # of one rank alone nothing is compressed
+    is_cut_alike = compressor is None or num_ranks in (None, 1) or is_gathered == compressor.gathers
+    if compressor is None or not is_cut_alike or not _remembers(compressor, state["mean_encoder"]):
+        raise ConfigError(
+            f"compressor={compressor!r} cannot take over what compression left over in this state: another compressor "
+            "has saved it. Go on with that one, or leave the algorithm's state out."
+        )
+    if num_ranks is not None and not is_gathered and num_streams != num_ranks:
+        raise ConfigError(
+            f"this state was saved by {num_streams} ranks that exchange, and here are {num_ranks}: what compression "
+            "left over belongs to chunks that are cut otherwise. Go on with as many ranks, or leave the algorithm's "
+            "state out."
+        )
+
+
+def _remembers(compressor: Compressor, saved: Mapping[str, Any]) -> bool:
+    """Whether `compressor` remembers such things as are in `saved`."""
+    fresh = compressor.for_bucket()
+    state = fresh.state_dict()
+    return bool(state or fresh is not compressor) and _has_keys_of(state, saved)
+
+
+def _has_keys_of(state: Any, saved: Any) -> bool:
+    """Whether nested dicts have the same keys; where `state` has none, they may come with the first tensor."""
+    if not isinstance(state, Mapping) or not state:
+        return True
+    same = isinstance(saved, Mapping) and state.keys() == saved.keys()
+    return same and all(_has_keys_of(each, saved[key]) for key, each in state.items())
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -16,7 +16,7 @@ from murmura.algorithms.background_exchange import BackgroundExchanges, PendingE
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
 from murmura.algorithms.checks import at_least_one, is_real, take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
-from murmura.algorithms.compressed import CompressedMean, Residual, wide
+from murmura.algorithms.compressed import CompressedMean, Residual, check_left_over, is_left_over, wide
 from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import LOCAL_STEPS, register_algorithm
 from murmura.algorithms.traffic import mean_bytes
@@ -293,8 +293,12 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
     def check_state(self, state: Mapping[str, Any]) -> None:
         for saved in (state["theta"], state["velocity"]):
             self._weights.check_by_name(saved)
-        if any(any(each["encoders"]) or each["mean_encoder"] for each in state["compressed"]):
+        if any(map(is_left_over, state["compressed"])):
+            for each in state["compressed"]:
+                check_left_over(each, self.compressor)
             self._check_same_cut(state)
+            for mean, each in zip(self._means(), state["compressed"], strict=True):
+                mean.check_state(each)
 
     def _check_same_cut(self, state: Mapping[str, Any]) -> None:
         """Refuse a state whose fragments are others than those here: what compression left over belongs to them."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters, Replica
 from murmura.algorithms.checks import take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
-from murmura.algorithms.compressed import CompressedMean, Residual
+from murmura.algorithms.compressed import CompressedMean, Residual, check_left_over
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import register_algorithm
@@ -153,6 +153,11 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     def state_dict(self) -> dict[str, Any]:
         means = {index: mean.state_dict() for index, mean in self._means.items()}
         return {"rounds_since_step": self._rounds_since_step, "compressed": {**means, **self._restored}}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        leaders = self._hierarchy.leaders
+        for each in state["compressed"].values():
+            check_left_over(each, self.compressor, None if leaders is None else leaders.world_size)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._rounds_since_step = state["rounds_since_step"]

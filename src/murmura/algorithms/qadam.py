@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters, Replica
 from murmura.algorithms.checks import instances_of, take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
-from murmura.algorithms.compressed import CompressedMean, Residual
+from murmura.algorithms.compressed import CompressedMean, Residual, check_left_over
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import register_algorithm
@@ -219,6 +219,11 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def state_dict(self) -> dict[str, Any]:
         compressed = [mean.state_dict() for mean in self._means] if self._means else self._restored
         return {"is_warm": self.exchanges is Exchanges.MOMENTA, "compressed": list(compressed)}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        leaders = self._hierarchy.leaders
+        for each in state["compressed"]:
+            check_left_over(each, self.compressor, None if leaders is None else leaders.world_size)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._was_warm = state["is_warm"]
