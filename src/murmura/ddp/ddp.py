@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from murmura.algorithms import Algorithm, AlgorithmImpl, algorithm_named
+from murmura.algorithms import Algorithm, AlgorithmImpl
+from murmura.algorithms.names import PLAIN, as_algorithm
 from murmura.ddp import consensus, replica_checks
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.round import Event
@@ -94,7 +95,7 @@ class DDP(TorchSurface):
         **others: Any,
     ) -> None:
         super().__init__()
-        chosen = _as_algorithm(algorithm)
+        chosen = _given_or_default(algorithm)
         nonfinite = parse(NonFinite, nonfinite, "nonfinite")
         given, device_ids = split_positional(transport, device_ids)
         words = TorchArguments(
@@ -256,7 +257,7 @@ class DDP(TorchSurface):
 
     def set_algorithm(self, algorithm: Algorithm | str) -> None:
         """Close the running algorithm and go on with another; collective, between rounds."""
-        self._driver.switch(_as_algorithm(algorithm))
+        self._driver.switch(_given_or_default(algorithm))
 
     def algorithm_state_dict(self) -> dict[str, Any]:
         """All that the running algorithm carries on this rank, and the number of rounds.
@@ -324,17 +325,8 @@ class DDP(TorchSurface):
         return self.module
 
 
-def _as_algorithm(algorithm: Algorithm | str | None) -> Algorithm:
-    if algorithm is None:
-        algorithm = setting_from_env("algorithm") or "gradient_allreduce"
-    if isinstance(algorithm, str):
-        return algorithm_named(algorithm)
-    if not isinstance(algorithm, Algorithm):
-        raise ConfigError(
-            f"algorithm={algorithm!r} is no Algorithm. Give an object, such as LocalSGDAlgorithm(8), or a name, such "
-            "as 'shift_one'."
-        )
-    return algorithm
+def _given_or_default(algorithm: Algorithm | str | None) -> Algorithm:
+    return as_algorithm(setting_from_env("algorithm") or PLAIN if algorithm is None else algorithm)
 
 
 def _check_numbers(bucket_size_bytes: Any, verify_every: Any) -> None:
