@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from murmura import DDP, Cast, ConfigError, DiLoCoAlgorithm, ErrorFeedback, InProcessTransport, MinMaxUInt8
 from murmura.algorithms import algorithm_named, algorithm_names, topology
-from murmura.algorithms.names import _REGISTRY
+from murmura.algorithms.names import _REGISTRY, as_algorithm
 from murmura.compressors import compressor_named, compressor_names
 from murmura.compressors import names as compressors
 from murmura.registry import Registry, parse
@@ -94,6 +95,26 @@ def test_algorithms_take_options_and_compressors_by_name() -> None:
         algorithm_named("local_sgd:interval=0")
     with pytest.raises(ConfigError, match="feedback=1 must be"):
         compressor_named("bf16:feedback=1")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "answer"),
+    [
+        ("topk", "algorithm='topk': 'topk' is a compressor: write 'gradient_allreduce:compressor=topk'."),
+        ("topk:ratio=0.1", "write 'gradient_allreduce:compressor=topk(ratio=0.1)'."),
+        ("topk(ratio=0.1)", "write 'gradient_allreduce:compressor=topk(ratio=0.1)'."),
+        ("adasum", "algorithm='adasum' is unknown. Known: "),
+        (MinMaxUInt8(), "is a compressor: give GradientAllReduceAlgorithm(compressor=MinMaxUInt8(...))."),
+        (MinMaxUInt8, "is a compressor: give GradientAllReduceAlgorithm(compressor=MinMaxUInt8(...))."),
+        (DiLoCoAlgorithm, "is no Algorithm: give an object, such as DiLoCoAlgorithm(...)."),
+        (-1, "algorithm=-1 is no Algorithm. Give an object, such as LocalSGDAlgorithm(8), or a name"),
+        (["bytegrad"], "algorithm=['bytegrad'] is no Algorithm. Give an object"),
+        (int, "is no Algorithm. Give an object, such as LocalSGDAlgorithm(8), or a name"),
+    ],
+)
+def test_what_is_no_algorithm_is_answered_with_what_to_write(wrong: object, answer: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(answer)):
+        as_algorithm(wrong)
 
 
 def test_the_wrapper_and_the_commands_take_the_same_names() -> None:

@@ -58,6 +58,9 @@ class Registry(Generic[T]):
 
         return add
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries or name in self._announced()
+
     def names(self) -> list[str]:
         """All names, in alphabetical order."""
         return sorted({*self._entries, *self._announced()})

@@ -80,6 +80,9 @@ def test_what_compression_left_over_of_other_fragments_is_refused() -> None:
     lossless = replace(two, compressor=None)
     assert run_world(partial(save_and_load, saved=two, here=two), 2, timeout=SECONDS) == [""] * 2
     assert run_world(partial(save_and_load, saved=lossless, here=lossless), 2, timeout=SECONDS) == [""] * 2
+    whole = DiLoCoAlgorithm(4)
+    (text,) = run_world(partial(save_and_load, saved=whole, here=lossless), 1)
+    assert text.startswith("this state was saved by DiLoCoAlgorithmImpl, and StreamingDiLoCoAlgorithmImpl is running")
 
 
 def uint4() -> Feedback:

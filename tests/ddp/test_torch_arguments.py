@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ddp.models import all_equal, backward, fill, gradients_of, number, on_ranks, values, weight
 from murmura import DDP, ConfigError, Transport, UsageError
+from murmura.ddp.options import check_options
 from murmura.ddp.torch_arguments import moved
 
 NEEDLESS = {
@@ -216,12 +217,18 @@ class Sharded(nn.Module):
         ({"param_to_hook_all_reduce": object()}, ConfigError, r"ignore=\[...\]"),
         ({"device_mesh": Mesh(2)}, UsageError, "Only 1D device mesh"),
         ({"device_mesh": Mesh(1), "process_group": object()}, UsageError, "Leave one of them out"),
+        ({"bucket_size_bytes": -1}, ConfigError, "bucket_size_bytes=-1 must be a whole number, at least 1"),
+        ({"broadcast_buffers": "no"}, ConfigError, "broadcast_buffers='no' must be True or False"),
+        ({"ignore": "weight"}, ConfigError, r"ignore='weight' must be a list of names, such as \['weight'\]"),
         ({"no_such_thing": 1}, TypeError, "unexpected keyword argument 'no_such_thing'"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(options: dict[str, Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         DDP(weight(), **options)
+    if "algorithm" not in options:
+        with pytest.raises(kind, match=words):  # so frameworks refuse it, before there is a module
+            check_options(**options)
 
 
 def test_other_refusals() -> None:

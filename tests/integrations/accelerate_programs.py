@@ -118,7 +118,7 @@ def refusals(folder: Path) -> list[str]:
     task = Task()
     found = accelerator(murmura.DiLoCoAlgorithm(2), task, kwargs_handlers=[DistributedDataParallelKwargs(dim=1)])
     refused(lambda: Accelerator(algorithm="diloco", fsdp_plugin=FullyShardedDataParallelPlugin()))
-    refused(lambda: accelerator(ADASUM, task))
+    refused(lambda: Accelerator(algorithm=ADASUM, cpu=True))
     refused(lambda: found.prepare(murmura.DDP(model(task))))
     refused(lambda: found.prepare(model(task)))
     found = accelerator(murmura.GradientAllReduceAlgorithm(), task)
@@ -132,6 +132,35 @@ def refusals(folder: Path) -> list[str]:
     AcceleratorState._reset_state(reset_partial_state=True)
     refused(lambda: Accelerator(algorithm="diloco"))  # without cpu=True
     return messages
+
+
+def refused_alone() -> dict[str, str]:
+    """What one process, which wraps no model, is told of choices that could not work with several."""
+    import accelerate
+    from accelerate.utils import DistributedType
+
+    from murmura.integrations.accelerate import Accelerator
+
+    class Sharding(Accelerator):
+        distributed_type = DistributedType.DEEPSPEED  # as the environment makes it where DeepSpeed is installed
+
+    def told(work: Callable[[], Any]) -> str:
+        try:
+            work()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    wrong: Any = [-1, ["diloco"], nn.Linear]
+    plugin = accelerate.DeepSpeedPlugin(zero_stage=2)
+    return {
+        **{str(each): told(lambda each=each: Accelerator(algorithm=each, cpu=True)) for each in wrong},
+        "plugin": told(lambda: Accelerator(algorithm="diloco", cpu=True, deepspeed_plugin=plugin)),
+        "DeepSpeed": told(lambda: Sharding.adopt(accelerate.Accelerator(cpu=True), "diloco")),
+        "adopt": told(lambda: Accelerator.adopt(accelerate.Accelerator(cpu=True), wrong[0])),
+        "model": told(lambda: Accelerator(cpu=True).average_parameters(None)),  # type: ignore[arg-type]
+        "good": told(lambda: Accelerator(algorithm="diloco", cpu=True).average_parameters(nn.Linear(1, 1))),
+    }
 
 
 def triggered() -> list[Tensor]:

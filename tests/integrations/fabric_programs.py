@@ -161,7 +161,15 @@ def two_models() -> list[Weights]:
 
 def refusals() -> list[str]:
     told = []
-    for arguments in ({"algorithm": "sharding"}, {"algorithm": 3}, {"transport": None}):
+    arguments: dict[str, Any]
+    for arguments in (
+        {"algorithm": "sharding"},
+        {"algorithm": 3},
+        {"transport": None},
+        {"shards": 3},
+        {"bucket_size_bytes": -1},
+        {"timeout": -1},
+    ):
         try:
             MurmuraFabricStrategy(**arguments)
         except Exception as error:

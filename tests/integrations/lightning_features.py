@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -132,7 +133,11 @@ def refusals() -> dict[str, str]:
         "no algorithm": told(lambda: MurmuraStrategy(3)),  # type: ignore[arg-type]
         "transport": told(lambda: MurmuraStrategy(transport=None)),
         "period": told(lambda: MurmuraStrategy(model_averaging_period=4)),
-        "unknown option": told(lambda: trainer(MurmuraStrategy(shards=3)).fit(Task(), loader)),
+        "unknown option": told(lambda: MurmuraStrategy(shards=3)),
+        "size": told(lambda: MurmuraStrategy(bucket_size_bytes=-1)),
+        "start": told(lambda: MurmuraStrategy("diloco", init_sync=False)),
+        "timeout": told(lambda: MurmuraStrategy(timeout=-1)),
+        "good": told(lambda: MurmuraStrategy(timeout=timedelta(1), find_unused_parameters=True, ignore=["a"])),
         "wrapped": told(lambda: trainer("murmura").fit(Wrapped(), loader)),
         "name": told(lambda: trainer("murmura_sharding")),
         "other package": told(lambda: pytorch_lightning.Trainer(strategy=MurmuraStrategy(), accelerator="cpu")),

@@ -95,6 +95,29 @@ def refusals() -> list[str]:
     return told
 
 
+def wrong_values() -> list[str]:
+    """What is told of a bare model, and of a run that has no checkpoint yet; no cluster is needed."""
+    import ray.train
+
+    from murmura.integrations.ray import load_checkpoint, save_checkpoint
+
+    bare: Any = nn.Linear(1, 1)
+    nothing: Any = None
+    told = []
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = ray.train.Checkpoint.from_directory(folder)
+        for work in (
+            lambda: save_checkpoint(folder, bare),
+            lambda: load_checkpoint(checkpoint, bare),
+            lambda: load_checkpoint(nothing, bare),
+        ):
+            try:
+                work()
+            except TypeError as error:
+                told.append(str(error))
+    return told
+
+
 def survive(choices: dict[str, Any]) -> None:
     """Train as Ray's own examples do, with a checkpoint after every step; rank 1 is killed by a signal once."""
     import ray.train

@@ -92,6 +92,18 @@ def test_what_does_not_work_is_refused(tmp_path: Path) -> None:
     assert "Accelerator(cpu=True)" in lonely
 
 
+def test_one_process_is_refused_what_several_are() -> None:
+    told = run(programs.refused_alone, 1)[0]
+    assert told["good"] == "nothing"
+    assert told["-1"].startswith("ConfigError: algorithm=-1 is no Algorithm")
+    assert told["['diloco']"].startswith("ConfigError: algorithm=['diloco'] is no Algorithm")
+    assert told[str(torch.nn.Linear)].startswith("ConfigError: algorithm=<class")
+    assert told["adopt"].startswith("ConfigError: algorithm=-1 is no Algorithm")
+    assert told["plugin"].startswith("ConfigError: deepspeed_plugin= shards the model")
+    assert told["DeepSpeed"].startswith("ConfigError: Accelerate is configured for DistributedType.DEEPSPEED")
+    assert told["model"].startswith("TypeError: model=None is no torch.nn.Module")
+
+
 def test_a_backward_can_be_told_to_synchronise_and_what_it_gives_is_clipped() -> None:
     for alone, both, clipped in run(programs.triggered, 2):
         assert alone.item() in (1.0, 2.0)

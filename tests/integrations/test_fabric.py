@@ -79,8 +79,11 @@ def test_two_models_train_side_by_side() -> None:
 
 
 def test_bad_arguments_are_refused_before_anything_starts() -> None:
-    unknown, no_algorithm, transport, no_fabric = run("fabric_programs:refusals", 1)[0]
+    unknown, no_algorithm, transport, option, size, timeout, no_fabric = run("fabric_programs:refusals", 1)[0]
     assert unknown.startswith("ConfigError: algorithm='sharding' is unknown")
     assert no_algorithm.startswith("ConfigError: algorithm=3 is no Algorithm")
     assert "MURMURA_TRANSPORT" in transport
+    assert option == "TypeError: DDP() got an unexpected keyword argument 'shards'"
+    assert size == "ConfigError: bucket_size_bytes=-1 must be a whole number, at least 1."
+    assert timeout.startswith("ConfigError: timeout=-1 is no time above 0")
     assert "fabric.setup()" in no_fabric

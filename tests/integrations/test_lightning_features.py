@@ -18,7 +18,11 @@ def test_what_cannot_work_is_refused_with_what_to_do() -> None:
         assert told["no algorithm"].startswith("ConfigError: algorithm=3 is no Algorithm")
         assert "MURMURA_TRANSPORT" in told["transport"]
         assert "LocalSGDAlgorithm(period)" in told["period"]
-        assert "shards" in told["unknown option"]
+        assert told["unknown option"] == "TypeError: DDP() got an unexpected keyword argument 'shards'"
+        assert told["size"] == "ConfigError: bucket_size_bytes=-1 must be a whole number, at least 1."
+        assert "starts from equal weights" in told["start"]
+        assert told["timeout"].startswith("ConfigError: timeout=-1 is no time above 0")
+        assert told["good"] == "nothing"
         assert told["wrapped"].startswith("UsageError: this module, or a part of it, is already wrapped")
         assert "murmura_sharding" in told["name"]
         assert "pytorch_lightning.strategies.Strategy" in told["other package"]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from integrations.loops import far, mean
+from integrations.ranks import run
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("ray")]
 PARAMETERS = ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]
@@ -86,6 +87,12 @@ def test_a_model_that_is_wrapped_is_refused(folder: Path) -> None:
     for worker in workers_of(folder, "two"):
         assert len(worker["refused"]) == 2
         assert all("already wrapped" in each for each in worker["refused"]), worker["refused"]
+
+
+def test_what_is_no_wrapper_or_no_checkpoint_is_named() -> None:
+    *bare, nothing = run("ray_programs:wrong_values", 1)[0]
+    assert bare == ["model is a Linear. Pass the murmura.DDP that prepare_model() returned."] * 2
+    assert nothing.startswith("checkpoint=None is no ray.train.Checkpoint")
 
 
 @pytest.mark.parametrize("case", ["killed", "killed, diloco"])

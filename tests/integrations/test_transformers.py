@@ -39,6 +39,12 @@ def test_other_arguments_work_or_are_refused(tmp_path: Path) -> None:
         assert "whole replicas" in sharded
 
 
+def test_one_process_is_refused_what_several_are(tmp_path: Path) -> None:
+    number, deepspeed = run(programs.refused_alone, 1, tmp_path)[0]
+    assert number.startswith("algorithm=-1 is no Algorithm")
+    assert deepspeed.startswith("fsdp and deepspeed in TrainingArguments shard the model")
+
+
 def test_all_ranks_lower_the_learning_rate_alike(tmp_path: Path) -> None:
     first, second = run(programs.plateau, 2, ALGORITHMS["low_precision_decentralized"], tmp_path)
     assert first == second

@@ -186,6 +186,27 @@ def choices(algorithm: Algorithm, folder: Path) -> tuple[dict[str, float], str]:
     return apart, "nothing"
 
 
+def refused_alone(folder: Path) -> tuple[str, str]:
+    """What one process, which wraps no model, is told of a wrong algorithm and of DeepSpeed."""
+    import transformers
+    from accelerate.state import AcceleratorState
+
+    import murmura
+    from murmura.integrations.transformers import MurmuraTrainer
+
+    def told(deepspeed: str | None, algorithm: Any) -> str:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        arguments = transformers.TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none")
+        arguments.deepspeed = deepspeed  # given before, it needs DeepSpeed
+        try:
+            MurmuraTrainer(model("gpt2"), arguments, algorithm=algorithm)
+        except murmura.ConfigError as error:
+            return str(error)
+        return "nothing"
+
+    return told(None, -1), told("zero.json", "diloco")
+
+
 def plateau(algorithm: Algorithm, folder: Path) -> list[float]:
     """The learning rates of a run whose scheduler follows a metric that is random on every rank."""
     random = torch.Generator().manual_seed(dist.get_rank())

@@ -65,7 +65,7 @@ class CompressedMean(ABC):
     def keep_residuals(self) -> None:
         """Keep what is left over now, unless older residuals are kept: the next means may be thrown away."""
         if self._keeps_residuals and self._kept is None:
-            self._kept = [encoder.residual for encoder in self._all_encoders]  # encoders write new ones
+            self._kept = [encoder.lend_residual() for encoder in self._all_encoders]
 
     @property
     def has_kept(self) -> bool:

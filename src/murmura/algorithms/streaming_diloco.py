@@ -19,7 +19,10 @@ MOST_OVERLAP = 5
 
 
 class StreamingDiLoCoAlgorithmImpl(DiLoCoAlgorithmImpl):
-    """The running state of `StreamingDiLoCoAlgorithm` for one model: that of `DiLoCoAlgorithm` with other choices."""
+    """The running state of `StreamingDiLoCoAlgorithm` for one model: that of `DiLoCoAlgorithm` with other choices.
+
+    A state tells by the name of this class whose it is, so that neither algorithm takes over the other's.
+    """
 
 
 @register_algorithm("streaming_diloco", interval=LOCAL_STEPS)

@@ -81,8 +81,15 @@ class Compressor(ABC):
 
     @property
     def residual(self) -> Tensor | None:
-        """What is left over for each element of the last tensor; None if nothing is kept. The next one is another."""
+        """What is left over for each element of the last tensor; None if nothing is kept.
+
+        The next tensor may overwrite it: see `lend_residual`.
+        """
         return None
+
+    def lend_residual(self) -> Tensor | None:
+        """The residual, for one who holds it while others are compressed: the next one takes memory of its own."""
+        return self.residual
 
     def set_residual(self, residual: Tensor | None) -> None:  # noqa: B027  # most keep none
         """Take `residual` over, where elements have moved to other tensors."""

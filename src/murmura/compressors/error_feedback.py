@@ -25,7 +25,7 @@ class ErrorFeedback(Compressor):
     inner: Compressor
     decay: float = field(default=1.0, kw_only=True)
     _residual: Tensor | None = field(default=None, init=False, repr=False, compare=False)
-    _is_lent: bool = field(default=False, init=False, repr=False, compare=False)  # somebody may hold the residual
+    _is_lent: bool = field(default=False, init=False, repr=False, compare=False)  # somebody holds the residual
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Compressor):
@@ -59,7 +59,7 @@ class ErrorFeedback(Compressor):
         return payload
 
     def _corrected(self, tensor: Tensor) -> Tensor:
-        """A new tensor if somebody holds the former residual, who may need it if what follows is thrown away."""
+        """`tensor` and what was lost before, in the memory of the residual unless that is lent."""
         if self._residual is None:
             return tensor.clone()
         residual = self._residual_for(tensor)
@@ -85,6 +85,9 @@ class ErrorFeedback(Compressor):
 
     @property
     def residual(self) -> Tensor | None:
+        return self._residual
+
+    def lend_residual(self) -> Tensor | None:
         self._is_lent = True
         return self._residual
 

@@ -14,12 +14,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from murmura.algorithms import Algorithm, AlgorithmImpl, algorithm_named
+from murmura.algorithms import Algorithm, AlgorithmImpl
+from murmura.algorithms.names import PLAIN, as_algorithm
 from murmura.ddp import consensus, replica_checks
+from murmura.ddp.options import check_options
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.round import Event
 from murmura.ddp.round_driver import RoundDriver
-from murmura.ddp.torch_arguments import DEFAULT_BUCKET_BYTES, TorchArguments, ignored_names, moved, split_positional
+from murmura.ddp.torch_arguments import DEFAULT_BUCKET_BYTES, ignored_names, moved, split_positional
 from murmura.ddp.torch_surface import TorchSurface
 from murmura.ddp.wrapping import check_module, refuse_inside_torch_ddp
 from murmura.environment import setting_from_env
@@ -27,7 +29,7 @@ from murmura.errors import ConfigError
 from murmura.observe import Observer
 from murmura.transports.base import Transport
 from murmura.transports.connect import transport_for
-from murmura.types import NonFinite, parse
+from murmura.types import NonFinite
 
 Batch = TypeVar("Batch")
 
@@ -95,10 +97,14 @@ class DDP(TorchSurface):
         **others: Any,
     ) -> None:
         super().__init__()
-        chosen = _as_algorithm(algorithm)
-        nonfinite = parse(NonFinite, nonfinite, "nonfinite")
+        chosen = _given_or_default(algorithm)
         given, device_ids = split_positional(transport, device_ids)
-        words = TorchArguments(
+        words, caps, on_nonfinite = check_options(
+            bucket_size_bytes=bucket_size_bytes,
+            broadcast_buffers=broadcast_buffers,
+            ignore=ignore,
+            verify_every=verify_every,
+            nonfinite=nonfinite,
             process_group=process_group,
             device_ids=device_ids,
             output_device=output_device,
@@ -112,13 +118,11 @@ class DDP(TorchSurface):
             device_mesh=device_mesh,
             init_sync=init_sync,
             forward_sync_buffers=forward_sync_buffers,
-            others=others,
+            **others,
         )
-        _check_numbers(bucket_size_bytes, verify_every)
         check_module(module, DDP)
-        words.check(module)
+        words.check_for(module)
         words.check_start(chosen)
-        caps = words.bucket_bytes(bucket_size_bytes)
         self.module = module
         self.forward_sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.parameters_to_ignore = ignored_names(module, ignore)
@@ -140,7 +144,7 @@ class DDP(TorchSurface):
                 bucket_bytes=caps,
                 broadcasts_buffers=self.forward_sync_buffers,
                 verify_every=verify_every,
-                nonfinite=nonfinite,
+                nonfinite=on_nonfinite,
                 gradients_are_views=gradient_as_bucket_view,
             )
         except BaseException:
@@ -257,7 +261,7 @@ class DDP(TorchSurface):
 
     def set_algorithm(self, algorithm: Algorithm | str) -> None:
         """Close the running algorithm and go on with another; collective, between rounds."""
-        self._driver.switch(_as_algorithm(algorithm))
+        self._driver.switch(_given_or_default(algorithm))
 
     def algorithm_state_dict(self) -> dict[str, Any]:
         """All that the running algorithm carries on this rank, and the number of rounds.
@@ -326,20 +330,5 @@ class DDP(TorchSurface):
         return self.module
 
 
-def _as_algorithm(algorithm: Algorithm | str | None) -> Algorithm:
-    if algorithm is None:
-        algorithm = setting_from_env("algorithm") or "gradient_allreduce"
-    if isinstance(algorithm, str):
-        return algorithm_named(algorithm)
-    if not isinstance(algorithm, Algorithm):
-        raise ConfigError(
-            f"algorithm={algorithm!r} is no Algorithm. Give an object, such as LocalSGDAlgorithm(8), or a name, such "
-            "as 'shift_one'."
-        )
-    return algorithm
-
-
-def _check_numbers(bucket_size_bytes: Any, verify_every: Any) -> None:
-    for name, value, least in (("bucket_size_bytes", bucket_size_bytes, 1), ("verify_every", verify_every, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{name}={value!r} must be a whole number, at least {least}.")
+def _given_or_default(algorithm: Algorithm | str | None) -> Algorithm:
+    return as_algorithm(setting_from_env("algorithm") or PLAIN if algorithm is None else algorithm)

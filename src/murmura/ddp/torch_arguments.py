@@ -49,12 +49,12 @@ class TorchArguments:
     forward_sync_buffers: bool | None = None
     others: dict[str, Any] = field(default_factory=dict)
 
-    def check(self, module: nn.Module) -> None:
-        """Refuse what cannot be kept for `module`, before anything is sent."""
+    def check(self) -> None:
+        """Refuse what cannot be kept for any module."""
         for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "init_sync"):
-            _check_flag(name, getattr(self, name))
+            check_flag(name, getattr(self, name))
         if self.forward_sync_buffers is not None:
-            _check_flag("forward_sync_buffers", self.forward_sync_buffers)
+            check_flag("forward_sync_buffers", self.forward_sync_buffers)
         if self.dim != 0:
             raise ConfigError(f"dim={self.dim!r}: a process has one device, so no input is scattered. Leave dim out.")
         if self.mixed_precision is not None:
@@ -68,10 +68,16 @@ class TorchArguments:
                 raise TypeError(f"DDP() got an unexpected keyword argument {name!r}")
             if name in _REFUSED and value is not None:
                 raise ConfigError(f"{name}= is refused: it {_REFUSED[name]}")
-        self._check_mesh(module)
-        self._check_devices(module)
+        self._check_mesh()
+        if self.device_ids is not None and not isinstance(self.device_ids, (list, tuple)):
+            raise ConfigError(f"device_ids={self.device_ids!r} must be a list, such as [local_rank], or None.")
+        if len(self.device_ids or ()) > 1:
+            raise ConfigError(
+                f"device_ids={self.device_ids!r} names several devices, and a process has one. Start a process for "
+                "each GPU, and give each [local_rank]."
+            )
 
-    def _check_mesh(self, module: nn.Module) -> None:
+    def _check_mesh(self) -> None:
         if self.device_mesh is None:
             return
         if self.process_group is not None:
@@ -83,20 +89,14 @@ class TorchArguments:
                 f"Only 1D device mesh is supported, but this one has {self.device_mesh.ndim} dimensions. Give the one "
                 "along which replicas are kept together: device_mesh['its name']."
             )
+
+    def check_for(self, module: nn.Module) -> None:
+        """Refuse what cannot be kept for `module`, before anything is sent."""
         sharded = [name for name, each in module.named_parameters() if hasattr(each, "device_mesh")]
-        if sharded:
+        if self.device_mesh is not None and sharded:
             raise ConfigError(
                 f"parameter {sharded[0]!r} is a DTensor, sharded over ranks, and DDP keeps whole replicas together. "
                 "Use torch's fully_shard or DistributedDataParallel for this model."
-            )
-
-    def _check_devices(self, module: nn.Module) -> None:
-        if self.device_ids is not None and not isinstance(self.device_ids, (list, tuple)):
-            raise ConfigError(f"device_ids={self.device_ids!r} must be a list, such as [local_rank], or None.")
-        if len(self.device_ids or ()) > 1:
-            raise ConfigError(
-                f"device_ids={self.device_ids!r} names several devices, and a process has one. Start a process for "
-                "each GPU, and give each [local_rank]."
             )
         devices = {each.device for each in module.parameters()}
         wanted = [_index(each) for each in (*(self.device_ids or ()), self.output_device) if each is not None]
@@ -169,7 +169,8 @@ def moved(inputs: Any, device: torch.device) -> Any:
     return inputs
 
 
-def _check_flag(name: str, value: Any) -> None:
+def check_flag(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless `value` is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r} must be True or False.")
 

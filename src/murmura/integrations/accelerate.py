@@ -22,7 +22,8 @@ except ImportError as error:
         f"murmura.integrations.accelerate needs Accelerate: pip install 'murmura[accelerate]' ({error})"
     ) from error
 
-from murmura.algorithms import Algorithm, algorithm_named
+from murmura.algorithms import Algorithm
+from murmura.algorithms.names import as_algorithm
 from murmura.checkpoint.stateful import Stateful
 from murmura.config import DistributedConfig
 from murmura.ddp import DDP
@@ -61,20 +62,22 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
                     f"{name}= shards the model, and murmura keeps whole replicas together. Use accelerate.Accelerator "
                     "for it, without algorithm=; its process group may be murmura's."
                 )
+        chosen = None if algorithm is None else as_algorithm(algorithm)
         _start_group(options)
         super().__init__(*args, **options)
-        self._begin(algorithm)
+        self._begin(chosen)
 
     @classmethod
     def adopt(cls, accelerator: Any, algorithm: Algorithm | str | None) -> Accelerator:
         """Make a murmura Accelerator of one of Accelerate's own, in place, before it has prepared anything."""
+        chosen = None if algorithm is None else as_algorithm(algorithm)
         accelerator.__class__ = cls
         found: Accelerator = accelerator
-        found._begin(algorithm)
+        found._begin(chosen)
         return found
 
-    def _begin(self, algorithm: Algorithm | str | None) -> None:
-        self._algorithm = algorithm_named(algorithm) if isinstance(algorithm, str) else algorithm
+    def _begin(self, algorithm: Algorithm | None) -> None:
+        self._algorithm = algorithm
         self._ddps: list[DDP] = []
         self._saving = contextlib.ExitStack()
         self._folder = ""
@@ -230,6 +233,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
     def ddp_of(self, model: nn.Module) -> DDP | None:
         """The wrapper of `model`, which may be the wrapper itself; None if there is none."""
+        _check_module(model)
         bare = self.unwrap_model(model, keep_torch_compile=False)
         return next((ddp for ddp in self._ddps if self.unwrap_model(ddp, keep_torch_compile=False) is bare), None)
 
@@ -243,6 +247,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
                 "only with Accelerator(cpu=True), TrainingArguments(use_cpu=True) or ACCELERATE_USE_CPU=true in the "
                 "environment."
             )
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r} is no torch.nn.Module. Pass the model that prepare() returned.")
 
 
 def _name(index: int) -> str:

@@ -56,6 +56,7 @@ def save_checkpoint(folder: str | os.PathLike[str], model: DDP, *optimizers: Opt
     Every worker reports what it gets: Ray puts the files of all workers together. `model.pt` is the mean of the
     replicas, as a state dict of the bare model.
     """
+    _check_wrapper(model)
     with saving_own_state(folder, model, optimizers):
         mean = mean_state_dict(model)
         if model.transport.rank == 0:
@@ -69,6 +70,8 @@ def load_checkpoint(checkpoint: ray.train.Checkpoint, model: DDP, *optimizers: O
 
     The number of workers may have changed if the algorithm keeps replicas equal; otherwise that is an error.
     """
+    _check_checkpoint(checkpoint)
+    _check_wrapper(model)
     with checkpoint.as_directory() as folder:
         plain = Path(folder) / MODEL_FILE
         if not plain.exists():
@@ -81,3 +84,16 @@ def load_checkpoint(checkpoint: ray.train.Checkpoint, model: DDP, *optimizers: O
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
         restore_own_state(folder, model, optimizers)
+
+
+def _check_wrapper(model: object) -> None:
+    if not isinstance(model, DDP):
+        raise TypeError(f"model is a {type(model).__name__}. Pass the murmura.DDP that prepare_model() returned.")
+
+
+def _check_checkpoint(checkpoint: object) -> None:
+    if not isinstance(checkpoint, ray.train.Checkpoint):
+        raise TypeError(
+            f"checkpoint={checkpoint!r} is no ray.train.Checkpoint. Pass what ray.train.get_checkpoint() returned, "
+            "unless that is None: then nothing was saved yet, and training begins anew."
+        )

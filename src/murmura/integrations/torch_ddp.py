@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from murmura.algorithms import Algorithm, AlgorithmImpl, GradientAllReduceAlgorithmImpl, algorithm_named
+from murmura.algorithms import Algorithm, AlgorithmImpl, GradientAllReduceAlgorithmImpl
 from murmura.algorithms.background_exchange import BackgroundExchanges
+from murmura.algorithms.names import as_algorithm
 from murmura.buckets import Bucket
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.replica_checks import check_same_algorithm
@@ -55,9 +56,7 @@ def apply(ddp_model: DistributedDataParallel, algorithm: Algorithm | str) -> App
             f"apply() takes a model wrapped by torch's DistributedDataParallel, and this is a "
             f"{type(ddp_model).__name__}. Wrap it, or give the bare model to murmura.DDP(model, algorithm=...)."
         )
-    chosen = algorithm_named(algorithm) if isinstance(algorithm, str) else algorithm
-    if not isinstance(chosen, Algorithm):
-        raise ConfigError(f"algorithm={algorithm!r} is no Algorithm. Give an object or a name, such as 'bytegrad'.")
+    chosen = as_algorithm(algorithm)
     refuse_what_hooks_cannot_do(chosen)
     return AppliedAlgorithm(ddp_model, chosen)
 

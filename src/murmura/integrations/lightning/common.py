@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from murmura.algorithms import Algorithm, algorithm_named
+from murmura.algorithms.names import as_algorithm
 from murmura.ddp import DDP
+from murmura.ddp.options import check_options
 from murmura.ddp.round import Phase
 from murmura.errors import ConfigError
 from murmura.transports.shared_memory import futex
@@ -62,18 +65,18 @@ class AnnouncedCollectives(Strategy):
         return gathered
 
 
-def check_arguments(strategy: str, algorithm: Any, options: Mapping[str, Any]) -> None:
-    """Refuse, before processes are started, what could not work in any of them."""
+def check_arguments(strategy: str, base: type, algorithm: Any, options: Mapping[str, Any]) -> None:
+    """Refuse, before processes are started, what could not work in any of them; `base` is Lightning's strategy."""
     for name in options:
         if name in REFUSED:
             raise ConfigError(f"{strategy} takes no {name}=: {REFUSED[name]}")
-    if isinstance(algorithm, str):
-        algorithm_named(algorithm)
-    elif algorithm is not None and not isinstance(algorithm, Algorithm):
-        raise ConfigError(
-            f"algorithm={algorithm!r} is no Algorithm. Give an object, such as LocalSGDAlgorithm(8), or a name, such "
-            "as 'shift_one'."
-        )
+    lightnings = [name for name, each in inspect.signature(base).parameters.items() if each.kind != each.VAR_KEYWORD]
+    chosen = check_options(**{name: value for name, value in options.items() if name not in lightnings})
+    if algorithm is not None:
+        chosen.torchs.check_start(as_algorithm(algorithm))
+    timeout = options.get("timeout")
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
+        raise ConfigError(f"timeout={timeout!r} is no time above 0. Pass a timedelta, such as timedelta(minutes=30).")
 
 
 def default_backend(device: torch.device) -> str:

@@ -34,7 +34,7 @@ class MurmuraFabricStrategy(AnnouncedCollectives, DDPStrategy):
     def __init__(
         self, algorithm: Algorithm | str | None = None, *, process_group_backend: str | None = None, **options: Any
     ) -> None:
-        check_arguments("MurmuraFabricStrategy", algorithm, options)
+        check_arguments("MurmuraFabricStrategy", DDPStrategy, algorithm, options)
         super().__init__(process_group_backend=process_group_backend, **options)
         self._backward_sync_control = _NoSync()
         self._algorithm = algorithm

@@ -49,7 +49,7 @@ class MurmuraStrategy(AnnouncedCollectives, DDPStrategy):
     def __init__(
         self, algorithm: Algorithm | str | None = None, *, process_group_backend: str | None = None, **options: Any
     ) -> None:
-        check_arguments("MurmuraStrategy", algorithm, options)
+        check_arguments("MurmuraStrategy", DDPStrategy, algorithm, options)
         super().__init__(process_group_backend=process_group_backend, **options)
         self._forward_redirection = _ForwardRedirection()
         self._algorithm = algorithm
