@@ -38,6 +38,13 @@ def test_options_follow_a_name(text: str, name: str, options: dict[str, Any]) ->
     assert parse(text) == (name, options)
 
 
+@pytest.mark.parametrize("name", [5, None, ["diloco"], b"diloco"], ids=repr)
+@pytest.mark.parametrize("named", [algorithm_named, compressor_named, topology.topology_named])
+def test_what_is_no_string_is_no_name(named: Any, name: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{name!r} is no name")):
+        named(name)
+
+
 @pytest.mark.parametrize("text", ["a:", "a:x", "a:=1", "a:x=1:x=2", "a:x=b(1", "a:x=b)1(", "a:x y=1", "a::x=1"])
 def test_what_is_no_option_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"no option|parentheses"):

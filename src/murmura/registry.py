@@ -113,6 +113,8 @@ class Registry(Generic[T]):
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
     """The name in `text`, and its options as Python values; what is no number, true, false or none is a string."""
+    if not isinstance(text, str):
+        raise ConfigError(f"{text!r} is no name. Give a string, such as 'name' or 'name:option=value'.")
     text = text.strip()
     if text.endswith(")") and ":" not in text.partition("(")[0]:  # "name(a=1:b=2)" is "name:a=1:b=2"
         name, _, inside = text[:-1].partition("(")

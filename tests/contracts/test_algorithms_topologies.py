@@ -65,6 +65,12 @@ def test_one_peer_at_a_time_makes_the_exact_mean_of_a_power_of_two(power: int) -
     assert torch.equal(product, torch.full_like(product, 2.0**-power))
 
 
+@pytest.mark.parametrize("seed", ["x", "1.5", "true"])
+def test_a_seed_that_is_no_number_is_refused(seed: str) -> None:
+    with pytest.raises(ConfigError, match=r"seed=.* must be a whole number"):
+        topology_named(f"random_matching:seed={seed}")
+
+
 def test_matchings_are_drawn_anew_from_their_seed() -> None:
     draws = [mixing("random_matching:seed=1", 6, number) for number in range(40)]
     assert all(int((each == 0.5).sum()) == 12 for each in draws)

@@ -103,6 +103,13 @@ def test_a_sign_has_the_mean_magnitude_of_its_block(length: int, dtype: torch.dt
     assert Sign(16).payload_bytes(length, torch.float32) == math.ceil(length / 8) + 4 * math.ceil(length / 16)
 
 
+@pytest.mark.parametrize("length", [0, 1, 8, 203])
+@pytest.mark.parametrize("make", [Sign, MinMaxUInt4])
+def test_a_block_beyond_all_tensors_is_the_whole_tensor(make: Any, length: int) -> None:
+    values = samples("normal", length, torch.float32)
+    assert torch.equal(round_trip(make(8 * 10**30), values), round_trip(make(208), values))
+
+
 @pytest.mark.parametrize("kind", NON_FINITE)
 def test_what_is_not_finite_is_no_sign(kind: str) -> None:
     values = samples(kind, 203, torch.float32)

@@ -113,6 +113,10 @@ class RandomMatching:
 
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ConfigError(f"seed={self.seed!r} must be a whole number.")
+
     def __call__(self, rank: int, size: int, number: int) -> Neighbours:
         order = list(range(size))
         random.Random(f"{self.seed} {number}").shuffle(order)

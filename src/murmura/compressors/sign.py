@@ -55,9 +55,13 @@ class Sign(Compressor):
     def _scales(self, values: Tensor) -> Tensor:
         """s of each block."""
         dtype = working_dtype(values.dtype)
-        means = [rows.to(dtype).abs().mean(1) for rows in sections(values, self.block_size)]
+        means = [rows.to(dtype).abs().mean(1) for rows in sections(values, self._block(values))]
         scales = torch.cat([torch.zeros(0, dtype=dtype, device=values.device), *means])
         return torch.where(scales.isfinite(), scales if self.scaled else scales.sign(), torch.nan).to(dtype)
+
+    def _block(self, values: Tensor) -> int:
+        """The length of the blocks of `values`, which is no number beyond what torch can count to."""
+        return max(1, min(values.numel(), self.block_size))
 
     def decompress(self, payload: Tensor, out: Tensor) -> None:
         check_call(self, out, payload)
@@ -72,7 +76,7 @@ class Sign(Compressor):
         bits = (payload[:num_bytes].view(-1, 1) >> _places(out)) & 1
         scales = payload[num_bytes:].clone().view(working_dtype(out.dtype))
         signs = bits.view(-1)[: out.numel()].to(scales.dtype).mul_(2).sub_(1)
-        return signs.mul_(scales.repeat_interleave(self.block_size)[: out.numel()])
+        return signs.mul_(scales.repeat_interleave(self._block(out))[: out.numel()])
 
 
 def _places(like: Tensor) -> Tensor:
