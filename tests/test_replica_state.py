@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,48 @@ def test_a_state_that_the_algorithm_refuses_changes_nothing(then: str, now: str,
         assert why in text
         assert is_same
         assert num_moments == 0
+
+
+class Code:
+    """Would run code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("read"),)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "cut at the end": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_text("no state at all"),
+    "list": lambda path: torch.save([1, 2], path),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "push_sum"])  # of a small file and of a larger one
+def test_a_damaged_file_is_named_as_such_on_all_ranks(algorithm: str, damage: Any, tmp_path: Path) -> None:
+    run_world(saved, 2, tmp_path, algorithm_named(algorithm))
+    damage(own_file(tmp_path, 1))
+    for text in run_world(restored, 2, tmp_path, algorithm_named(algorithm)):
+        assert "failed on rank 1" in text
+        assert "murmura-rank-1.pt is damaged: it was cut short" in text
+
+
+def test_code_in_a_file_is_not_run_and_torchs_advice_to_run_it_is_not_repeated(tmp_path: Path) -> None:
+    run_world(saved, 2, tmp_path, GradientAllReduceAlgorithm())
+    torch.save(Code(), own_file(tmp_path, 1))
+    for text in run_world(restored, 2, tmp_path, GradientAllReduceAlgorithm()):
+        assert "a checkpoint runs no code" in text
+        assert "weights_only" not in text
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", ""])
+def test_a_damaged_mark_is_named_as_such_on_all_ranks(content: str, tmp_path: Path) -> None:
+    run_world(saved, 2, tmp_path, GradientAllReduceAlgorithm())
+    mark_file(tmp_path).write_text(content)
+    for text in run_world(restored, 2, tmp_path, GradientAllReduceAlgorithm()):
+        assert "murmura-complete.json is damaged" in text
 
 
 @pytest.mark.parametrize("own", [(0,), (0, 1)], ids=["while own files are written", "while plain files are written"])

@@ -21,6 +21,7 @@ import torch
 from murmura.errors import CheckpointError, ConfigError, UsageError
 
 _BLOCK_BYTES = 4 * 2**20
+_FORBIDDEN = re.compile(r"GLOBAL (\S+)")  # in what torch says of a class that it does not create
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,31 @@ def read_tensors(path: Path, wanted: Checksum) -> dict[str, Any]:
     return tree
 
 
+def load_tensors(path: Path) -> dict[str, Any]:
+    """Read a dict that `write_tensors` wrote, to the CPU, without a checksum; a `CheckpointError` if it is damaged."""
+    try:
+        tree = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # of a file that was cut short torch may raise anything, "Invalid argument" too
+        if isinstance(error, OSError) and error.filename is not None:  # it cannot be opened
+            raise
+        if isinstance(error, pickle.UnpicklingError) and (found := _FORBIDDEN.search(str(error))):
+            raise CheckpointError(
+                f"{path} holds a {found[1]}, and only tensors and plain values are read: a checkpoint runs no code. "
+                "It was not written by murmura, so ask where it comes from"
+            ) from None
+        raise CheckpointError(_damaged(path)) from error
+    if not isinstance(tree, dict):
+        raise CheckpointError(_damaged(path))
+    return tree
+
+
+def _damaged(path: Path) -> str:
+    return f"{path} is damaged: it was cut short or overwritten, or murmura has not written it. Load another checkpoint"
+
+
 def _forbidden(error: pickle.UnpicklingError) -> str:
     """Return the class that `torch.load` refused to create."""
-    found = re.search(r"GLOBAL (\S+)", str(error))
+    found = _FORBIDDEN.search(str(error))
     return f"a {found[1]}" if found else "an object"
 
 

@@ -16,12 +16,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from murmura.checkpoint.digests import digest
-from murmura.checkpoint.files import write_tensors, write_text
+from murmura.checkpoint.files import load_tensors, write_tensors, write_text
 from murmura.checkpoint.on_all_ranks import on_all_ranks
 from murmura.checkpoint.stateful import Stateful
 from murmura.ddp import DDP
@@ -205,11 +204,11 @@ def restore_own_state(
         mark = mark_file(folder, name)
         if not path.exists():
             return [None, None]
-        state.update(torch.load(path, weights_only=True, map_location="cpu"))
+        state.update(load_tensors(path))
         if path != own and state["world_size"] > transport.rank:
             raise CheckpointError(f"{own} is missing, and rank {transport.rank} has saved it")
         _check_fits(ddp, optimizers, others, state)
-        return [state["id"], json.loads(mark.read_text())["id"] if transport.rank == 0 and mark.exists() else None]
+        return [state["id"], _identity_in(mark) if transport.rank == 0 and mark.exists() else None]
 
     found = on_all_ranks(transport, f"loading {own}", "The plain file beside it loads without this state.", read)
     missing = [rank for rank, (identity, _) in enumerate(found) if identity is None]
@@ -228,6 +227,15 @@ def restore_own_state(
         )
     load_own_state(ddp, optimizers, others, state)
     return True
+
+
+def _identity_in(mark: Path) -> str:
+    """Which save `mark` says is complete."""
+    try:
+        identity: str = json.loads(mark.read_text())["id"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{mark} is damaged, which says that the save is complete. Load another one") from error
+    return identity
 
 
 def _unlike_rank_0(ddp: DDP, parts: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
