@@ -112,6 +112,21 @@ class Endpoint:
         """Whether an operation has failed, so that the transport is of no use any more."""
         return self.failure is not None
 
+    @property
+    def fails_later(self) -> bool:
+        """Whether an operation may return before it has ended, as on a GPU: its result may be in use when it fails."""
+        return False
+
+    def first_failed(self) -> Endpoint | None:
+        """This if it has failed, or what was split off it if that failed when its results were in use already."""
+        if self.failed:
+            return self
+        for split in list(self._splits):
+            failed: Endpoint | None = split.first_failed()
+            if failed is not None and failed.fails_later:  # others have told whoever waited for the result
+                return failed
+        return None
+
     def check_usable(self, operation: str = "") -> None:
         """Raise if this transport has failed or was closed."""
         if self.failure is not None:
