@@ -229,6 +229,33 @@ def test_threads_beside_training_have_no_common_order(gpu: GPU) -> None:
     second.close()
 
 
+def test_a_job_holds_for_what_was_split_off_and_in_its_thread_alone(gpu: GPU) -> None:
+    """Backward launches in a thread of torch's, and within a job also on pairs and hosts, split off its channel."""
+    owner = Owner()
+    parent, split = CudaLaunches(owner, DEVICE), CudaLaunches(owner, DEVICE)
+    split.follow(parent)
+    launch(parent)
+    gpu.current = other = FakeStream()
+    names = []
+
+    def reduce() -> None:
+        launch(split)
+        beside = threading.Thread(target=lambda: names.append(split.named("all_gather #1")))
+        beside.start()
+        beside.join()
+
+    thread = threading.Thread(target=lambda: parent.run("bucket 3 of round 7", reduce).wait())
+    thread.start()
+    thread.join()
+    assert split._pending[0].operation == "all_reduce #1 of bucket 3 of round 7"
+    assert other.waited_for == [gpu.training]
+    assert names == ["all_gather #1"]
+    gpu.training.done()
+    other.done()
+    parent.close()
+    split.close()
+
+
 def test_events_are_used_again(gpu: GPU) -> None:
     owner = Owner()
     launches = CudaLaunches(owner, DEVICE)
@@ -250,7 +277,7 @@ def test_the_error_of_a_job_is_carried_by_its_ticket(gpu: GPU) -> None:
     assert ticket.done()
     with pytest.raises(ZeroDivisionError):
         ticket.wait()
-    assert launches.job == ""
+    assert launches.order.job == ""
     with pytest.raises(ZeroDivisionError):
         launches.run_beside("all_reduce", fail, []).wait()
     launches.close()
