@@ -127,6 +127,40 @@ def test_the_time_of_an_operation_does_not_run_before_it_begins(gpu: GPU) -> Non
     launches.close()
 
 
+def test_the_watchdog_outlives_a_look_that_fails(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner, num_failed, query = Owner(), [0], FakeEvent.query
+
+    def refuse(event: FakeEvent) -> bool:
+        if num_failed[0] < 3:
+            num_failed[0] += 1
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return query(event)
+
+    monkeypatch.setattr(FakeEvent, "query", refuse)
+    launches = CudaLaunches(owner, DEVICE)
+    launch(launches, limit=0.05)
+    gpu.training.events[0].is_done = True
+    assert owner.gave_up.wait(10.0)
+    assert num_failed == [3]
+    assert [record.message for record in caplog.records if "is capturing" in record.message] == caplog.messages[:1]
+    launches.close()
+
+
+def test_a_watchdog_whose_thread_is_gone_gets_another(gpu: GPU) -> None:
+    owner = Owner()
+    launches = CudaLaunches(owner, DEVICE)
+    watchdog = launches._watchdog
+    watchdog._thread = threading.Thread(target=lambda: None)
+    watchdog._thread.start()
+    watchdog._thread.join()
+    launch(launches, limit=0.05)
+    gpu.training.events[0].is_done = True
+    assert owner.gave_up.wait(10.0)
+    launches.close()
+
+
 def test_what_is_done_is_forgotten(gpu: GPU) -> None:
     owner = Owner()
     launches = CudaLaunches(owner, DEVICE)

@@ -8,6 +8,7 @@ device, and `Watchdog` ends, in a thread of its own, an operation whose deadline
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from murmura.collectives.deadline import Deadline
 from murmura.transports.serial_executor import EndedTicket, Ticket
+
+log = logging.getLogger("murmura")
 
 LOOK_SECONDS = 0.1  # between two looks of the watchdog
 SUSPECT_SECONDS = 0.5  # after which an operation that goes on makes it look for ranks that have failed
@@ -322,6 +325,7 @@ class Watchdog:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._has_complained = False  # since it last could look
 
     def watch(self, channel: CudaLaunches) -> None:
         self._channels.add(channel)
@@ -338,9 +342,9 @@ class Watchdog:
 
     def wake(self) -> None:
         """Something has been launched."""
-        if self._thread is None:
+        if not self._is_alive():
             with self._starting:
-                if self._thread is None:
+                if not self._is_alive():
                     self._ended.clear()
                     args = (weakref.ref(self), self._pending, self._ended)
                     self._thread = threading.Thread(target=_look_after, args=args, name="murmura-watchdog", daemon=True)
@@ -348,11 +352,22 @@ class Watchdog:
         if not self._pending.is_set():
             self._pending.set()
 
+    def _is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def look(self) -> None:
         self._pending.clear()
+        error: Exception | None = None
         for channel in list(self._channels):
-            if channel.look():
+            try:
+                is_pending = channel.look()
+            except Exception as failed:  # while a graph is captured, for example; without this thread no deadline holds
+                is_pending, error = True, failed
+            if is_pending:
                 self._pending.set()
+        if error is not None and not self._has_complained:
+            log.warning("operations on the GPU cannot be watched at the moment; it is tried again. %s", error)
+        self._has_complained = error is not None
 
 
 def _look_after(reference: weakref.ref[Watchdog], pending: threading.Event, ended: threading.Event) -> None:
