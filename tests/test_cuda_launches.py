@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from murmura import ErrorFeedback, InProcessTransport, MinMaxUInt8
 from murmura.errors import PeerTimeout
 from murmura.transports import cuda_launches
 from murmura.transports.cuda_launches import CudaLaunches, Launch, OnStream
@@ -315,3 +316,30 @@ def test_the_error_of_a_job_is_carried_by_its_ticket(gpu: GPU) -> None:
     with pytest.raises(ZeroDivisionError):
         launches.run_beside("all_reduce", fail, []).wait()
     launches.close()
+
+
+def test_an_operation_beside_the_caller_leaves_cuda_alone_where_nobody_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context on a GPU takes hundreds of megabytes of it."""
+
+    def initialise(*args: Any) -> Any:
+        raise AssertionError("torch.cuda.stream initialises CUDA")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "stream", initialise)
+    with InProcessTransport.create_group(1)[0] as transport:
+        assert transport.all_reduce(torch.ones(3), async_op=True).wait().tolist() == [1.0] * 3
+
+
+def test_a_residual_that_is_loaded_may_be_dropped_before_the_device_has_copied_it(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is copied on the communication stream, and was allocated on training's, which would use its memory again."""
+    recorded: list[tuple[torch.Tensor, Any]] = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
+    gpu.current = FakeStream()
+    residual = torch.ones(3)
+    ErrorFeedback(MinMaxUInt8()).load_state_dict({"residual": residual, "inner": {}})
+    ((tensor, stream),) = recorded
+    assert tensor is residual
+    assert stream is gpu.current

@@ -6,6 +6,7 @@ to the channels split off it (`keep_split`). `Transport` inherits it and adds th
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -254,7 +255,9 @@ class Endpoint:
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
         def perform() -> Any:
-            with torch.inference_mode(inference), torch.cuda.stream(stream):
+            # torch.cuda.stream(None) would initialise CUDA, in a process that may use none.
+            current = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+            with torch.inference_mode(inference), current:
                 return self._executor.run(lambda: self._perform(name, work))
 
         return self._executor.submit(f"{name} on rank {self.reporter.own}", perform)
