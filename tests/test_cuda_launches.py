@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from murmura import ErrorFeedback, InProcessTransport, MinMaxUInt8
 from murmura.errors import PeerTimeout
-from murmura.transports import cuda_launches
+from murmura.transports import cuda_launches, own_groups
 from murmura.transports.cuda_launches import CudaLaunches, Launch, OnStream
 
 DEVICE = torch.device("cuda", 0)
@@ -316,6 +317,15 @@ def test_the_error_of_a_job_is_carried_by_its_ticket(gpu: GPU) -> None:
     with pytest.raises(ZeroDivisionError):
         launches.run_beside("all_reduce", fail, []).wait()
     launches.close()
+
+
+def test_groups_of_our_own_are_made_without_blocking_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    with own_groups._variables_set():
+        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"  # for the user's own
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 
 
 def test_an_operation_beside_the_caller_leaves_cuda_alone_where_nobody_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
