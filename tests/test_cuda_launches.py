@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
 import pytest
 import torch
 
+from murmura import ErrorFeedback, InProcessTransport, MinMaxUInt8
 from murmura.errors import PeerTimeout
-from murmura.transports import cuda_launches
+from murmura.transports import cuda_launches, own_groups
 from murmura.transports.cuda_launches import CudaLaunches, Launch, OnStream
 
 DEVICE = torch.device("cuda", 0)
@@ -127,6 +129,40 @@ def test_the_time_of_an_operation_does_not_run_before_it_begins(gpu: GPU) -> Non
     launches.close()
 
 
+def test_the_watchdog_outlives_a_look_that_fails(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner, num_failed, query = Owner(), [0], FakeEvent.query
+
+    def refuse(event: FakeEvent) -> bool:
+        if num_failed[0] < 3:
+            num_failed[0] += 1
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return query(event)
+
+    monkeypatch.setattr(FakeEvent, "query", refuse)
+    launches = CudaLaunches(owner, DEVICE)
+    launch(launches, limit=0.05)
+    gpu.training.events[0].is_done = True
+    assert owner.gave_up.wait(10.0)
+    assert num_failed == [3]
+    assert [record.message for record in caplog.records if "is capturing" in record.message] == caplog.messages[:1]
+    launches.close()
+
+
+def test_a_watchdog_whose_thread_is_gone_gets_another(gpu: GPU) -> None:
+    owner = Owner()
+    launches = CudaLaunches(owner, DEVICE)
+    watchdog = launches._watchdog
+    watchdog._thread = threading.Thread(target=lambda: None)
+    watchdog._thread.start()
+    watchdog._thread.join()
+    launch(launches, limit=0.05)
+    gpu.training.events[0].is_done = True
+    assert owner.gave_up.wait(10.0)
+    launches.close()
+
+
 def test_what_is_done_is_forgotten(gpu: GPU) -> None:
     owner = Owner()
     launches = CudaLaunches(owner, DEVICE)
@@ -229,6 +265,33 @@ def test_threads_beside_training_have_no_common_order(gpu: GPU) -> None:
     second.close()
 
 
+def test_a_job_holds_for_what_was_split_off_and_in_its_thread_alone(gpu: GPU) -> None:
+    """Backward launches in a thread of torch's, and within a job also on pairs and hosts, split off its channel."""
+    owner = Owner()
+    parent, split = CudaLaunches(owner, DEVICE), CudaLaunches(owner, DEVICE)
+    split.follow(parent)
+    launch(parent)
+    gpu.current = other = FakeStream()
+    names = []
+
+    def reduce() -> None:
+        launch(split)
+        beside = threading.Thread(target=lambda: names.append(split.named("all_gather #1")))
+        beside.start()
+        beside.join()
+
+    thread = threading.Thread(target=lambda: parent.run("bucket 3 of round 7", reduce).wait())
+    thread.start()
+    thread.join()
+    assert split._pending[0].operation == "all_reduce #1 of bucket 3 of round 7"
+    assert other.waited_for == [gpu.training]
+    assert names == ["all_gather #1"]
+    gpu.training.done()
+    other.done()
+    parent.close()
+    split.close()
+
+
 def test_events_are_used_again(gpu: GPU) -> None:
     owner = Owner()
     launches = CudaLaunches(owner, DEVICE)
@@ -250,7 +313,43 @@ def test_the_error_of_a_job_is_carried_by_its_ticket(gpu: GPU) -> None:
     assert ticket.done()
     with pytest.raises(ZeroDivisionError):
         ticket.wait()
-    assert launches.job == ""
+    assert launches.order.job == ""
     with pytest.raises(ZeroDivisionError):
         launches.run_beside("all_reduce", fail, []).wait()
     launches.close()
+
+
+def test_groups_of_our_own_are_made_without_blocking_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    with own_groups._variables_set():
+        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"  # for the user's own
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+
+
+def test_an_operation_beside_the_caller_leaves_cuda_alone_where_nobody_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context on a GPU takes hundreds of megabytes of it."""
+
+    def initialise(*args: Any) -> Any:
+        raise AssertionError("torch.cuda.stream initialises CUDA")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "stream", initialise)
+    with InProcessTransport.create_group(1)[0] as transport:
+        assert transport.all_reduce(torch.ones(3), async_op=True).wait().tolist() == [1.0] * 3
+
+
+def test_a_residual_that_is_loaded_may_be_dropped_before_the_device_has_copied_it(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is copied on the communication stream, and was allocated on training's, which would use its memory again."""
+    recorded: list[tuple[torch.Tensor, Any]] = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
+    gpu.current = FakeStream()
+    residual = torch.ones(3)
+    ErrorFeedback(MinMaxUInt8()).load_state_dict({"residual": residual, "inner": {}})
+    ((tensor, stream),) = recorded
+    assert tensor is residual
+    assert stream is gpu.current

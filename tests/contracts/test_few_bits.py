@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 from torch import Tensor
 
 from contracts.values import DTYPES, FINITE, KINDS, NON_FINITE, samples
-from murmura import Compressor, ConfigError, ErrorFeedback, MinMaxUInt4, RandomK, Sign, TopK, TopKTwoBit
+from murmura import Compressor, ConfigError, ErrorFeedback, MinMaxUInt4, RandomK, Sign, TopK, TopKTwoBit, compressors
+from murmura.compressors import cast, minmax_plain
+from murmura.compressors import minmax as minmax_choice
 from murmura.compressors.sparse import SAMPLE
 from oracles import minmax
 
@@ -293,3 +297,25 @@ REFUSED: list[tuple[Any, dict[str, Any]]] = [
 def test_nonsense_is_refused(make: Any, choice: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(choice))}="):
         make(**choice)
+
+
+# Where Triton cannot compile
+
+
+class PTXASError(Exception):
+    """As Triton's own: no RuntimeError."""
+
+
+def test_without_kernels_of_triton_plain_operations_serve(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any) -> None:
+        raise PTXASError("Value 'sm_999' is not defined for option 'gpu-name'")
+
+    triton = SimpleNamespace(encode=fail, convert=fail)
+    for name in ("minmax_triton", "cast_triton"):
+        monkeypatch.setitem(sys.modules, f"murmura.compressors.{name}", triton)
+        monkeypatch.setattr(compressors, name, triton, raising=False)
+    assert minmax_choice._cuda_kernels.__wrapped__(torch.device("cpu")) is minmax_plain
+    assert cast._cuda_convert.__wrapped__(torch.device("cpu")) is None
+    assert [message.endswith("'gpu-name'") for message in caplog.messages] == [True, True]

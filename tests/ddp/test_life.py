@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp.models import Heads, all_equal, backward, fill, number, on_ranks, values, weight
+from ddp.models import WEIGHT_ALGORITHMS, Heads, all_equal, backward, fill, number, on_ranks, values, weight
 from murmura import (
     DDP,
     AggregateGradients,
@@ -21,6 +22,7 @@ from murmura import (
     InProcessTransport,
     LocalAggregator,
     MurmuraError,
+    PeerTimeout,
     Transport,
     TransportClosed,
     UsageError,
@@ -333,3 +335,29 @@ def fail_in_a_round(transport: Transport) -> list[str]:
 def test_a_failed_world_leaves_no_thread() -> None:
     """Nor the models that the errors' tracebacks lead to."""
     assert run_world(fail_in_a_round, 1, kind="processes", timeout=SECONDS) == [[]]
+
+
+# Exchanges that fail when their results are in use, as on a GPU
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "fails_later"),
+    [("decentralized", True), ("shift_one", True), ("async", True), ("streaming_diloco", True), ("async", False)],
+)
+def test_after_a_late_failure_on_an_algorithms_channel_weights_are_neither_used_nor_saved(
+    algorithm: str, fails_later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InProcessTransport, "fails_later", fails_later)
+    (transport,) = InProcessTransport.create_group(1)
+    ddp = DDP(weight(), transport, algorithm=WEIGHT_ALGORITHMS[algorithm])
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    backward(ddp, 1)
+    optimizer.step()
+    channel = ddp.algorithm._channel
+    assert channel is not ddp._replica.transport
+    channel.abort(PeerTimeout("rank 1 did not come"))
+    for act in (optimizer.step, ddp.algorithm_state_dict, lambda: ddp(number(1))):
+        with pytest.raises(PeerTimeout, match="rank 1 did not come") if fails_later else contextlib.nullcontext():
+            act()
+    ddp.close()
+    transport.close()

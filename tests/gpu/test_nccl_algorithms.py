@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import murmura
-from contracts.catalogue import CATALOGUE
+from contracts import test_algorithms_uneven
+from contracts.catalogue import CATALOGUE, FEW_BYTES
 from contracts.test_algorithms_few_bits import INNER, FeedbackByStream, qadam_task, rule_of
 from contracts.training import Run, Task, assert_close, by_step, regression, train
 from gpu.test_algorithms import ONE_LEVEL, QUANTISED, STEPS, on_the_gpu, train_all
@@ -35,7 +36,7 @@ from murmura import (
 )
 from murmura.algorithms import algorithm_named
 from murmura.tools.one_gpu import OneGPU
-from oracles.algorithms.gradients import QAdam
+from oracles.algorithms.gradients import AllReduce, QAdam
 from oracles.algorithms.simulation import Rule, simulate, there_and_back
 from oracles.algorithms.weights import SparseLoCo
 
@@ -64,6 +65,8 @@ FREE: dict[str, Callable[[], Algorithm]] = {
     "uint4": lambda: algorithm_named("gradient_allreduce:compressor=uint4"),
     "sign": lambda: algorithm_named("gradient_allreduce:compressor=sign"),
     "topk": lambda: algorithm_named("gradient_allreduce:compressor=topk"),
+    "majority_vote": lambda: algorithm_named("gradient_allreduce:compressor=majority_vote"),
+    "sparse_loco": lambda: algorithm_named("sparse_loco:interval=1"),
 }
 
 
@@ -76,7 +79,11 @@ def test_every_algorithm_is_as_simulated(nccl: OneGPU) -> None:
             assert all(torch.equal(run.flats[-1], runs[0].flats[-1]) for run in runs), entry.name
 
 
+FROM_CATALOGUE = {
+    entry.name: entry for entry in FEW_BYTES if entry.name in ("majority_vote", "streaming_uint4", "average_moments")
+}
 FEW_BITS = {
+    **{name: entry.make() for name, entry in FROM_CATALOGUE.items()},
     **{name: GradientAllReduceAlgorithm(compressor=ErrorFeedback(make())) for name, make in INNER.items()},
     "sparse_loco": algorithm_named("sparse_loco:interval=2:compressor=topk2bit(chunk_size=16:count=4:decay=0.95)"),
     "qadam": QAdamAlgorithm(compressor=ErrorFeedback(INNER["sign"]())),
@@ -88,6 +95,8 @@ def few_bits_task(name: str) -> Task:
 
 
 def few_bits_rule(name: str, runs: Sequence[Run]) -> Rule:
+    if name in FROM_CATALOGUE:
+        return FROM_CATALOGUE[name].rule(runs)
     if name == "sparse_loco":
         return SparseLoCo(2, 0.95, there_and_back(TopKTwoBit(16, 4)))
     if name == "qadam":
@@ -104,8 +113,30 @@ def test_few_bits_are_as_simulated(nccl: OneGPU) -> None:
     by_rank = nccl.run(train_with_few_bits)
     for name, runs in zip(FEW_BITS, zip(*by_rank, strict=True), strict=True):
         assert_close(by_step(runs), simulate(few_bits_rule(name, runs), few_bits_task(name), nccl.num_ranks, STEPS))
-        if name != "sparse_loco":  # its last step is a local one
+        if name not in ("sparse_loco", "streaming_uint4", "average_moments"):  # their last step is a local one
             assert all(torch.equal(run.flats[-1], runs[0].flats[-1]) for run in runs), name
+
+
+JOINED: dict[str, Algorithm] = {
+    "plain": GradientAllReduceAlgorithm(),
+    "topk": GradientAllReduceAlgorithm(compressor=ErrorFeedback(INNER["topk"]())),
+}
+
+
+def join_all(transport: Transport) -> list[Run]:
+    """Ranks that run out of data one after another."""
+    task = on_the_gpu(regression("momentum"))
+    runs = [test_algorithms_uneven.join(transport, algorithm, task) for algorithm in JOINED.values()]
+    return [replace(run, flats=[flat.cpu() for flat in run.flats]) for run in runs]
+
+
+def test_a_join_is_as_simulated(nccl: OneGPU) -> None:
+    by_rank, size = nccl.run(join_all), nccl.num_ranks
+    task = test_algorithms_uneven.uneven(regression("momentum"), size)
+    for name, runs in zip(JOINED, zip(*by_rank, strict=True), strict=True):
+        rule = AllReduce() if name == "plain" else rule_of(name, runs, hierarchical=False)
+        assert_close(by_step(runs), simulate(rule, task, size, test_algorithms_uneven.STEPS))
+        assert all(torch.equal(run.flats[-1], runs[0].flats[-1]) for run in runs), name
 
 
 def step_behind_a_kernel(transport: Transport, name: str) -> tuple[float, float]:

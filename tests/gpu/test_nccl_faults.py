@@ -1,4 +1,4 @@
-"""NCCL ranks that are killed, stopped, raise or get out of step: the others say so in time, and go no further.
+"""NCCL ranks that are killed, stopped, stuck, raise or get out of step: the others say so in time, and go no further.
 
 Each fault has a world of its own. Killed ranks have no MPS: it breaks the GPU contexts of all others with theirs.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from typing import Any
 
@@ -51,6 +52,10 @@ def train_until(transport: Transport, fault: str) -> dict[str, Any]:
             raise ZeroDivisionError("rank 1 divides by zero")
         if fault == "stuck":
             time.sleep(3 * DEADLINE)
+            return {}
+        if fault == "stopped":
+            with subprocess.Popen(["sh", "-c", f"sleep {3 * DEADLINE}; kill -CONT {os.getpid()}"]):
+                os.kill(os.getpid(), signal.SIGSTOP)
             return {}
         if fault == "ahead":
             ddp._replica.round += 1
@@ -99,6 +104,11 @@ def test_a_rank_that_is_stuck(num_ranks: int) -> None:
     for found in outcomes(num_ranks, "stuck", mps=True):
         check(found, PeerTimeout, DEADLINE + 4.0)
         assert "undefined" in str(found["error"])
+
+
+def test_a_rank_that_is_stopped() -> None:
+    for found in outcomes(2, "stopped", mps=True):
+        check(found, PeerTimeout, DEADLINE + 4.0)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

@@ -59,6 +59,13 @@ def test_what_a_world_takes() -> None:
         assert choice.why
 
 
+def test_why_ranks_on_gpus_do_not_take_nccl() -> None:
+    assert choose(gpu_ranks("a", "a"), [0, 0]).why == "2 cuda ranks on one host, of which several share a GPU"
+    for gpus in (("", ""), ("a", "")):
+        assert "not all of which have CUDA, NCCL and an address" in choose(gpu_ranks(*gpus), [0, 0]).why
+    assert "whose process group is not one of NCCL" in choose(gpu_ranks("a", "b"), [0, 0], group="gloo").why
+
+
 def test_a_rank_s_claim_survives_its_way() -> None:
     claim = Claim(TransportKind.GLOO, "MURMURA_TRANSPORT", "cuda", "GPU-1")
     assert Claim.from_text(claim.to_text(), 3) == claim

@@ -92,6 +92,8 @@ class ErrorFeedback(Compressor):
         return self._residual
 
     def set_residual(self, residual: Tensor | None) -> None:
+        if residual is not None and residual.is_cuda:  # of another stream, perhaps, and dropped before it is copied
+            residual.record_stream(torch.cuda.current_stream(residual.device))
         self._residual = None if residual is None else residual.clone()
 
     def state_dict(self) -> dict[str, Any]:

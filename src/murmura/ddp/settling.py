@@ -43,8 +43,9 @@ class Settling:
 
     def refuse_after_failure(self, what: str) -> None:
         """Raise if an exchange has failed since its launch on a GPU: nothing of what followed has its value."""
-        if self._replica.transport.failed:
-            self._replica.transport.check_usable(what)
+        failed = self._replica.transport.first_failed()  # algorithms exchange on channels of their own
+        if failed is not None:
+            failed.check_usable(what)
 
     def before_collective(self) -> None:
         """The user is about to wait for all ranks, which may wait for an exchange that is pending here."""
@@ -54,7 +55,7 @@ class Settling:
 
     def settle_at_close(self) -> None:
         """As `settle`; while an exception is handled, within a short time only."""
-        if self._replica.transport.failed:
+        if self._replica.transport.first_failed() is not None:
             return
         if sys.exc_info()[0] is None:
             self.settle()

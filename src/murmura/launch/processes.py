@@ -32,6 +32,7 @@ from murmura.launch.limits import explain_os_errors
 from murmura.launch.outcomes import Outcome, as_raised, collect, failed, unfinished
 from murmura.launch.root_cause import describe_status, root_cause
 from murmura.transports.base import Transport
+from murmura.transports.devices import nccl_gpu
 from murmura.transports.hierarchical import HierarchicalTransport
 from murmura.transports.host import num_cores
 from murmura.transports.process_group import ProcessGroupTransport
@@ -251,6 +252,8 @@ def _join_over(spec: RankSpec) -> Transport:
     rank, size = spec.rank, spec.world_size
     if spec.transport is TransportKind.SHARED_MEMORY:
         return SharedMemoryTransport.join(spec.job, rank, size, hosts=spec.hosts, timeout=spec.timeout)
+    if spec.transport is TransportKind.NCCL:  # which works on the current GPU, as what `fn` makes will be
+        torch.cuda.set_device(nccl_gpu(rank))
     store = file_store(spec.store_file, size)
     if spec.transport is TransportKind.HIERARCHICAL:
         return HierarchicalTransport.join(store, rank, size, hosts=spec.hosts, timeout=spec.timeout)

@@ -80,13 +80,20 @@ def choose(claims: Sequence[Claim], hosts: Sequence[int], *, group: str | None =
             return Choice(TransportKind.NCCL, "the process group is one of NCCL and the parameters are on CUDA")
         if group is None and _has_a_gpu_each(claims, hosts):
             return Choice(TransportKind.NCCL, f"{world_size} ranks on {where} have a GPU each")
-        reason = "of which several share a GPU" if group is None else "whose process group is not one of NCCL"
-        where = f"{where}, {reason}"
+        where = f"{where}, {_why_not_nccl(claims, group)}"
     if num_hosts == 1:
         return Choice(TransportKind.SHARED_MEMORY, f"{world_size} {first.device} ranks on {where}")
     if num_hosts < world_size:
         return Choice(TransportKind.HIERARCHICAL, f"{world_size} {first.device} ranks on {where}")
     return Choice(TransportKind.GLOO, f"{world_size} {first.device} ranks on {where}, one on each")
+
+
+def _why_not_nccl(claims: Sequence[Claim], group: str | None) -> str:
+    if group is not None:
+        return "whose process group is not one of NCCL"
+    if not all(claim.gpu for claim in claims):
+        return "not all of which have CUDA, NCCL and an address to meet at"
+    return "of which several share a GPU"
 
 
 def _has_a_gpu_each(claims: Sequence[Claim], hosts: Sequence[int]) -> bool:

@@ -118,10 +118,12 @@ class _Options:
         device = self.device_or(device_kind)
         return Claim(kind, source, device.type, devices.gpu_identity(device, local_rank), self.check)
 
-    def gpu(self, device_kind: DistributedBackend, local_rank: int | None) -> int | None:
-        """The number of the GPU that this rank uses, if it uses one."""
+    def gpu(self, told: TransportKind, device_kind: DistributedBackend, local_rank: int | None) -> int | None:
+        """The number of the GPU that this rank uses, if it uses one: also NCCL that was `told` to take CPU tensors."""
         device = self.device_or(device_kind)
-        return devices.gpu_number(device, local_rank) if device.type == "cuda" else None
+        if device.type == "cuda":
+            return devices.gpu_number(device, local_rank)
+        return devices.nccl_gpu(local_rank) if told is TransportKind.NCCL else None
 
 
 # By a config
@@ -178,6 +180,8 @@ def _refuse_early(kind: TransportKind, config: DistributedConfig) -> None:
     needs_address = kind in (TransportKind.GLOO, TransportKind.NCCL, TransportKind.HIERARCHICAL)
     if needs_address and not config.coordinator_addr:
         raise ConfigError(f"transport='{kind}' needs coordinator_addr, the host:port where rank 0 can be reached.")
+    if kind is TransportKind.NCCL:
+        devices.nccl_gpu(config.local_rank)
 
 
 def _on_one_host(config: DistributedConfig) -> bool:
@@ -210,7 +214,7 @@ def _join_over_a_network(
             timeout=config.timeout,
             secret=config.secret or "",
             check=options.check,
-            gpu=options.gpu(config.backend, config.local_rank),
+            gpu=options.gpu(claim.transport, config.backend, config.local_rank),
             watch=watch,
             between=TransportKind.NCCL if config.backend is DistributedBackend.CUDA else TransportKind.GLOO,
         )
@@ -285,6 +289,6 @@ def _connect_by_group(user: UserGroup, options: _Options) -> Transport:
         timeout=timeout,
         secret=setting_from_env("secret") or "",
         check=options.check,
-        gpu=options.gpu(device_kind, None),
+        gpu=options.gpu(claim.transport, device_kind, None),
         group=user,
     ).choose_and_join(claim)

@@ -8,6 +8,7 @@ device, and `Watchdog` ends, in a thread of its own, an operation whose deadline
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from murmura.collectives.deadline import Deadline
 from murmura.transports.serial_executor import EndedTicket, Ticket
+
+log = logging.getLogger("murmura")
 
 LOOK_SECONDS = 0.1  # between two looks of the watchdog
 SUSPECT_SECONDS = 0.5  # after which an operation that goes on makes it look for ranks that have failed
@@ -54,16 +57,24 @@ class LaunchOrder:
 
     def __init__(self, device: torch.device) -> None:
         self._home = threading.get_ident()
+        self._jobs = threading.local()  # of all channels: what is launched in a job may be so on one split off
         # What peers wait for goes before what only this rank needs.
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._last = self.stream  # of the operation launched last
 
-    def enter(self, stream: torch.cuda.Stream, *, in_job: bool) -> None:
-        """An operation is about to be launched on `stream`: it begins after the one launched last.
+    @property
+    def job(self) -> str:
+        """What training launches operations for in this thread; empty if it launches none here."""
+        job: str = getattr(self._jobs, "job", "")
+        return job
 
-        `in_job` if training launches it, in whichever thread.
-        """
-        if self._last != stream and (in_job or threading.get_ident() == self._home):
+    @job.setter
+    def job(self, what: str) -> None:
+        self._jobs.job = what
+
+    def enter(self, stream: torch.cuda.Stream) -> None:
+        """An operation is about to be launched on `stream`: it begins after the one launched last."""
+        if self._last != stream and (self.job or threading.get_ident() == self._home):
             stream.wait_stream(self._last)
             self._last = stream
 
@@ -153,12 +164,11 @@ class OnStream:
 
 
 class CudaLaunches:
-    """The launches of one channel of `owner`, which is held weakly. `job` says what those launched now are for."""
+    """The launches of one channel of `owner`, which is held weakly."""
 
     def __init__(self, owner: Launching, device: torch.device) -> None:
         self.device = device
         self.order = LaunchOrder(device)
-        self.job = ""
         self._apart: torch.cuda.Stream | None = None  # made when it is first needed
         self._is_apart = False  # whether the operation under way runs there, and the host waits for it
         self._owner = weakref.ref(owner)
@@ -179,7 +189,7 @@ class CudaLaunches:
         """Launch what `start` starts, a work of torch's or None, on the current stream; it must end within `limit`."""
         stream = current_stream(self.device.index)
         if not self._is_apart:
-            self.order.enter(stream, in_job=bool(self.job))
+            self.order.enter(stream)
         began, ended = self._event(), self._event()
         began.record(stream)
         work = start(None)
@@ -196,17 +206,18 @@ class CudaLaunches:
 
     def run(self, what: str, work: Callable[[], Any]) -> Ticket:
         """Run `work`, which launches operations, at once: the ticket has ended when this returns."""
-        before, self.job = self.job, what
+        before, self.order.job = self.order.job, what
         try:
             return EndedTicket(what, work())
         except BaseException as error:  # carried to whoever waits for the ticket
             return EndedTicket(what, error=error)
         finally:
-            self.job = before
+            self.order.job = before
 
     def named(self, operation: str) -> str:
         """`operation`, and what it is for."""
-        return f"{operation} of {self.job}" if self.job else operation
+        job = self.order.job
+        return f"{operation} of {job}" if job else operation
 
     def run_beside(self, operation: str, work: Callable[[], Any], tensors: Sequence[Tensor]) -> Ticket:
         """Run `work` on the communication stream, after what the current one has to do by now."""
@@ -314,6 +325,7 @@ class Watchdog:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._has_complained = False  # since it last could look
 
     def watch(self, channel: CudaLaunches) -> None:
         self._channels.add(channel)
@@ -330,9 +342,9 @@ class Watchdog:
 
     def wake(self) -> None:
         """Something has been launched."""
-        if self._thread is None:
+        if not self._is_alive():
             with self._starting:
-                if self._thread is None:
+                if not self._is_alive():
                     self._ended.clear()
                     args = (weakref.ref(self), self._pending, self._ended)
                     self._thread = threading.Thread(target=_look_after, args=args, name="murmura-watchdog", daemon=True)
@@ -340,11 +352,22 @@ class Watchdog:
         if not self._pending.is_set():
             self._pending.set()
 
+    def _is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def look(self) -> None:
         self._pending.clear()
+        error: Exception | None = None
         for channel in list(self._channels):
-            if channel.look():
+            try:
+                is_pending = channel.look()
+            except Exception as failed:  # while a graph is captured, for example; without this thread no deadline holds
+                is_pending, error = True, failed
+            if is_pending:
                 self._pending.set()
+        if error is not None and not self._has_complained:
+            log.warning("operations on the GPU cannot be watched at the moment; it is tried again. %s", error)
+        self._has_complained = error is not None
 
 
 def _look_after(reference: weakref.ref[Watchdog], pending: threading.Event, ended: threading.Event) -> None:

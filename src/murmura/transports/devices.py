@@ -41,6 +41,16 @@ def gpu_identity(device: torch.device, local_rank: int | None) -> str:
     return str(getattr(properties, "uuid", None) or gpu_number(device, local_rank))
 
 
+def nccl_gpu(local_rank: int | None) -> int:
+    """The number of the GPU on which this rank's NCCL works where no device says it; a `ConfigError` without GPUs."""
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "transport='nccl' joins ranks on GPUs, and torch finds none here. Is this a build of torch for CUDA, and "
+            "does nvidia-smi show a GPU? For CPUs use transport='gloo' or 'shared_memory', or leave it out."
+        )
+    return gpu_number(torch.device("cuda"), local_rank)
+
+
 def gpu_number(device: torch.device, local_rank: int | None) -> int:
     """The number of the GPU that `device` means in this process."""
     index: int | None = device.index  # torch's own annotation forgets the None

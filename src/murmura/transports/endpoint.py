@@ -6,6 +6,7 @@ to the channels split off it (`keep_split`). `Transport` inherits it and adds th
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -111,6 +112,21 @@ class Endpoint:
     def failed(self) -> bool:
         """Whether an operation has failed, so that the transport is of no use any more."""
         return self.failure is not None
+
+    @property
+    def fails_later(self) -> bool:
+        """Whether an operation may return before it has ended, as on a GPU: its result may be in use when it fails."""
+        return False
+
+    def first_failed(self) -> Endpoint | None:
+        """This if it has failed, or what was split off it if that failed when its results were in use already."""
+        if self.failed:
+            return self
+        for split in list(self._splits):
+            failed: Endpoint | None = split.first_failed()
+            if failed is not None and failed.fails_later:  # others have told whoever waited for the result
+                return failed
+        return None
 
     def check_usable(self, operation: str = "") -> None:
         """Raise if this transport has failed or was closed."""
@@ -239,7 +255,9 @@ class Endpoint:
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
         def perform() -> Any:
-            with torch.inference_mode(inference), torch.cuda.stream(stream):
+            # torch.cuda.stream(None) would initialise CUDA, in a process that may use none.
+            current = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+            with torch.inference_mode(inference), current:
                 return self._executor.run(lambda: self._perform(name, work))
 
         return self._executor.submit(f"{name} on rank {self.reporter.own}", perform)

@@ -41,6 +41,10 @@ class LaunchingTransport(Transport):
 
     launches: CudaLaunches | None = None
 
+    @property
+    def fails_later(self) -> bool:
+        return self.launches is not None
+
     @abstractmethod
     def known_cause(self, launch: Launch, waited: float) -> BaseException | None:
         """The error that a peer's exit notice or death means to `launch`, if there is one."""

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from murmura.errors import UsageError
 
 # Read by torch when a group is made: it neither ends the process nor waits for a debug dump, during which it would hold
-# up every launch.
+# up every launch, nor lets the host wait for each operation.
 _VARIABLES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }

@@ -137,8 +137,6 @@ def try_out(probe: Probe, start_seconds: float, said: Callable[[], str]) -> Find
 
 def exercise(transport: Transport, on_cuda: bool) -> Trial:
     """Run on each rank: sums with known results, several times."""
-    if on_cuda and torch.cuda.device_count() > 1:
-        torch.cuda.set_device(transport.rank)
     device = "cuda" if on_cuda else "cpu"
     size = transport.world_size
     wrong, best = [], []

@@ -1,0 +1,64 @@
+"""On which GPU a rank's NCCL works, with invented GPUs: one each, and a word to whoever has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from murmura import ConfigError, DistributedConfig, ProcessGroupTransport, connect
+from murmura.launch import processes
+from murmura.transports.connect import _Options
+from murmura.types import TransportKind
+
+
+@pytest.fixture
+def gpu_at_join(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Four GPUs, and which of them was the current one when this process joined a group."""
+    found: list[int] = []
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: current.append(number))
+    monkeypatch.setattr(ProcessGroupTransport, "join", lambda *args, **options: found.append(current[-1]))
+    return found
+
+
+def spec(tmp_path: Path, rank: int, transport: str = "nccl") -> processes.RankSpec:
+    kind = TransportKind(transport)
+    return processes.RankSpec(rank, 4, "", b"", None, 5.0, 1, kind, str(tmp_path / "store"))
+
+
+def test_ranks_of_run_world_have_a_gpu_each(tmp_path: Path, gpu_at_join: list[int]) -> None:
+    for rank in range(4):
+        processes._join_over(spec(tmp_path, rank))
+    assert gpu_at_join == [0, 1, 2, 3]
+
+
+def test_ranks_of_run_world_on_gloo_take_no_gpu(tmp_path: Path, gpu_at_join: list[int]) -> None:
+    processes._join_over(spec(tmp_path, 3, "gloo"))
+    assert gpu_at_join == [0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nccl_without_a_gpu_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="torch finds none here"):
+        processes._join_over(spec(tmp_path, 0))
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_connect_over_nccl_takes_the_gpu_of_the_local_rank(device: str | None, gpu_at_join: list[int]) -> None:
+    config = DistributedConfig(
+        world_size=4, rank=2, local_rank=2, coordinator_addr="127.0.0.1:1", backend="cpu", transport="nccl"
+    )
+    options = _Options.of(device, None, None, None)
+    assert options.gpu(config.transport, config.backend, config.local_rank) == 2
+    assert options.gpu(TransportKind.GLOO, config.backend, config.local_rank) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_connect_over_nccl_without_a_gpu_is_refused_before_anybody_is_waited_for() -> None:
+    config = DistributedConfig(world_size=2, rank=1, coordinator_addr="127.0.0.1:1", transport="nccl", timeout=60.0)
+    with pytest.raises(ConfigError, match="torch finds none here"):
+        connect(config)
