@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -159,13 +158,21 @@ class SerialExecutor:
             self._closed = True
         thread = self._thread
         if thread is not None and not self.in_thread():
-            self._jobs.put(None)
+            self.dismiss()
             thread.join()
             self._thread = None
 
-    def close_with(self, owner: object) -> None:
-        """End the communication thread when `owner` is garbage-collected, after what is queued."""
-        weakref.finalize(owner, self._jobs.put, None).atexit = False  # to join it might take a deadline
+    def dismiss(self) -> None:
+        """Let the communication thread end after what is queued; waits for nothing."""
+        self._jobs.put(None)
+
+    def end(self, seconds: float) -> None:
+        """As `close`, but wait for so long at most."""
+        with self._submitting:
+            self._closed = True
+        if self._thread is not None and not self.in_thread():
+            self.dismiss()
+            self._thread.join(seconds)
 
     def _perform(self, work: Callable[[], Any]) -> Any:
         with self.lock:

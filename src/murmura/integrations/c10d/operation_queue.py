@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from murmura.integrations.c10d.errors import GroupPeerTimeout, as_torch_error
 from murmura.integrations.c10d.work import Operation, QueuedWork
+from murmura.transports.endpoint import Endpoint
+from murmura.transports.program_end import END_SECONDS, has_raised, reason_of_end
 
 LAZY_SECONDS = 0.002
 ACTIVE_SECONDS = 0.1  # how long the thread looks for small operations after the last one, before it sleeps
+DRAIN_SECONDS = 2.0  # for queued operations to end when a group is destroyed
 DRAIN_PAUSE = 0.001
 TURN_SECONDS = 0.05  # between two looks of a waiting thread at whether it can run the queue itself
 
@@ -144,6 +148,19 @@ class OperationQueue:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
+    def end_with_program(self, transport: Endpoint) -> None:
+        """The program ends and the group was not destroyed: let what is queued end, and the thread.
+
+        What does not end in its time, or at once if the program raised, is ended by an abort of `transport`.
+        """
+        if self._thread is None:
+            return
+        if not self.drain(0.0 if has_raised() else DRAIN_SECONDS):
+            transport.abort(reason_of_end(transport.reporter, "an operation that nobody waited for"))
+        self._closed = True
+        self._wakeup.set()
+        self._thread.join(END_SECONDS)
+
     def _start(self) -> None:
         if self._thread is None:
             with self._starting:
@@ -198,3 +215,10 @@ class OperationQueue:
 def _done(operation: Operation, timeout: float | None) -> bool:
     operation(timeout)
     return True
+
+
+def end_with_program(queue: weakref.ref[OperationQueue], transport: weakref.ref[Endpoint]) -> None:
+    """See the method; for `weakref.finalize`, which also calls it when a queue was dropped: it then has no thread."""
+    still, channel = queue(), transport()
+    if still is not None and channel is not None:
+        still.end_with_program(channel)
