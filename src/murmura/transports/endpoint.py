@@ -19,6 +19,7 @@ from murmura.observe.probe import Probe
 from murmura.transports import profiling
 from murmura.transports.checks import check_members, check_timeout
 from murmura.transports.error_reporter import ExitNotice, Reporter
+from murmura.transports.forks import forked_from, guard
 from murmura.transports.listeners import CollectiveListeners
 from murmura.transports.profiling import is_profiled
 from murmura.transports.program_end import END_SECONDS, reason_of_end
@@ -62,6 +63,8 @@ class Endpoint:
         self._listeners = CollectiveListeners()  # shared with what is split off
         self._store_served: Any = None  # that lives as long as this, if this rank serves it
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.forked = False  # whether this process is a child of the rank's own
+        guard(self)
 
     @property
     def local_rank(self) -> int:
@@ -101,6 +104,13 @@ class Endpoint:
             top.abort(reason_of_end(self.reporter, operation))
         self._executor.end(END_SECONDS)
 
+    def after_fork(self) -> None:
+        """In a forked child: operations are refused from now on, and to close or abort this does nothing."""
+        self.failure = error = forked_from(self.reporter.own)
+        self.forked = self.closed = True
+        inherited, self._executor = self._executor, SerialExecutor(f"{self.name}-rank{self.rank}")
+        inherited.fail_all(error)  # its thread is not here
+
     def on_close(self) -> None:
         """End the waits under way in this rank, and tell the peers that it leaves (`exit_notice`)."""
         return
@@ -125,6 +135,8 @@ class Endpoint:
 
     def check_usable(self, operation: str = "") -> None:
         """Raise if this transport has failed or was closed."""
+        if self.forked:
+            raise forked_from(self.reporter.own)
         if self.failure is not None:
             raise self.reporter.again(self.failure, operation) from self.failure
         if self.closed:

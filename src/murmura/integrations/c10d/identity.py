@@ -174,6 +174,8 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """End the operations under way here, and tell the peers that this rank has given up."""
+        if self._transport.forked:  # the group is the parent's
+            return
         own = self._transport.reporter.own
         error = TransportError(f"rank {own} aborted the process group {self._name or self._transport.name}.", rank=own)
         self._channel.abort(error)
@@ -183,6 +185,8 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave the group; may be called again. What is queued has a moment to end: its peers may need it."""
+        if self._transport.forked:
+            return
         if not self._queue.drain(DRAIN_SECONDS):
             self._transport.abort(self._transport.reporter.closed("an operation that nobody waited for"))
         self._queue.close()
