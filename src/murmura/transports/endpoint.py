@@ -20,8 +20,10 @@ from murmura.observe.probe import Probe
 from murmura.transports import profiling
 from murmura.transports.checks import check_members, check_timeout
 from murmura.transports.error_reporter import ExitNotice, Reporter
+from murmura.transports.forks import forked_from, guard
 from murmura.transports.listeners import CollectiveListeners
 from murmura.transports.profiling import is_profiled
+from murmura.transports.program_end import END_SECONDS, reason_of_end
 from murmura.transports.serial_executor import SerialExecutor, Ticket
 
 
@@ -51,7 +53,7 @@ class Endpoint:
         self.closed = False
         self.operation = ""
         self._executor = SerialExecutor(f"{self.name}-rank{rank}")
-        self._executor.close_with(self)  # if it is dropped without being closed
+        weakref.finalize(self, _end_thread, weakref.ref(self), self._executor)  # dropped, or open when the program ends
         self._num_collectives = 0
         self._split_counts: dict[tuple[str, Sequence[int]], int] = {}
         self._splits: weakref.WeakSet[Any] = weakref.WeakSet()  # kept alive by whoever uses them
@@ -62,6 +64,8 @@ class Endpoint:
         self._listeners = CollectiveListeners()  # shared with what is split off
         self._store_served: Any = None  # that lives as long as this, if this rank serves it
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.forked = False  # whether this process is a child of the rank's own
+        guard(self)
 
     @property
     def local_rank(self) -> int:
@@ -90,6 +94,23 @@ class Endpoint:
         self.on_abort(error)
         for split in list(self._splits):
             split.abort(error)
+
+    def end_with_program(self) -> None:
+        """The program ends and this was not closed: end the waits of its communication thread, and the thread."""
+        if not self._executor.idle:
+            top = self
+            while top._parent is not None:
+                top = top._parent
+            operation = self.operation or "an operation that nobody waited for"
+            top.abort(reason_of_end(self.reporter, operation))
+        self._executor.end(END_SECONDS)
+
+    def after_fork(self) -> None:
+        """In a forked child: operations are refused from now on, and to close or abort this does nothing."""
+        self.failure = error = forked_from(self.reporter.own)
+        self.forked = self.closed = True
+        inherited, self._executor = self._executor, SerialExecutor(f"{self.name}-rank{self.rank}")
+        inherited.fail_all(error)  # its thread is not here
 
     def on_close(self) -> None:
         """End the waits under way in this rank, and tell the peers that it leaves (`exit_notice`)."""
@@ -130,6 +151,8 @@ class Endpoint:
 
     def check_usable(self, operation: str = "") -> None:
         """Raise if this transport has failed or was closed."""
+        if self.forked:
+            raise forked_from(self.reporter.own)
         if self.failure is not None:
             raise self.reporter.again(self.failure, operation) from self.failure
         if self.closed:
@@ -305,3 +328,11 @@ class Endpoint:
     def seconds(self, timeout: float | None) -> float:
         """The deadline of a call in seconds: its own `timeout`, or the transport's."""
         return self.timeout if timeout is None else timeout
+
+
+def _end_thread(reference: weakref.ref[Endpoint], executor: SerialExecutor) -> None:
+    endpoint = reference()
+    if endpoint is None:
+        executor.dismiss()  # to wait for it might take a deadline
+    else:
+        endpoint.end_with_program()

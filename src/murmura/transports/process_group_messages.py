@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +22,12 @@ from torch import Tensor
 from murmura.errors import PeerTimeout, UsageError
 from murmura.transports.checks import check_timeout, flatten
 from murmura.transports.checks import store as bring_back
+from murmura.transports.program_end import END_SECONDS, has_raised, reason_of_end
 from murmura.transports.stalls import WaitDeadline
 from murmura.transports.tagged_messages import Arrival, Inbox, Message, Receive, SentMessage, TaggedMessages, fill
 
 if TYPE_CHECKING:
+    from murmura.transports.endpoint import Endpoint
     from murmura.transports.process_group import ProcessGroupTransport
 
 FOREVER = timedelta(days=1000)  # for a thread, which ends with the connections
@@ -76,12 +79,26 @@ class Streams:
         with self.changed:
             return sum(len(queue) for stream, queue in self._posted.items() if stream.sends == sends)
 
+    def end_with_program(self, channel: Endpoint) -> None:
+        """The program ends and nobody closed this: end the waits of the threads, after sends had their time."""
+        with self.changed:
+            if not has_raised():
+                self.changed.wait_for(lambda: not self.in_flight(sends=True), LINGER_SECONDS)
+            in_flight = any(self._posted.values())
+        if in_flight:
+            channel.abort(reason_of_end(channel.reporter, "a message that nobody waited for"))
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: not self._posted, END_SECONDS)
+
     def _serve(self, stream: _Stream, queue: deque[_Posted]) -> None:
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: queue or self.closed, IDLE_SECONDS)
                 if not queue:
                     del self._posted[stream]
+                    self.changed.notify_all()
                     return
                 posted = queue[0]
             try:
@@ -97,6 +114,12 @@ class Streams:
             del posted
 
 
+def _end_with_program(streams: weakref.ref[Streams], channel: weakref.ref[Endpoint]) -> None:
+    still, open_channel = streams(), channel()
+    if still is not None and open_channel is not None and not open_channel.closed:
+        still.end_with_program(open_channel)
+
+
 class ProcessGroupMessages(TaggedMessages):
     """See the module. `channel` is a group of its own, which it owns."""
 
@@ -105,6 +128,7 @@ class ProcessGroupMessages(TaggedMessages):
     def __init__(self, channel: ProcessGroupTransport) -> None:
         super().__init__(channel)
         self._streams = channel.streams = Streams()
+        weakref.finalize(self._streams, _end_with_program, weakref.ref(self._streams), weakref.ref(channel))
         self._changed = self._streams.changed
         self._inbox = Inbox()  # of messages to itself, which a group does not take; under the same lock
         self._peers = [peer for peer in range(self.world_size) if peer != self.rank]

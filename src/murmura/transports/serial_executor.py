@@ -6,9 +6,9 @@ channel's communication thread, started at the first of them, and hand back a `T
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +101,7 @@ class SerialExecutor:
         self._owner = 0  # ident of the thread that runs an operation
         self._jobs: queue.SimpleQueue[tuple[Ticket, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._current: Ticket | None = None  # of the job that the communication thread does
         self._submitting = threading.Lock()
         self._num_submitted = 0
         self._num_finished = 0  # written by the communication thread alone
@@ -159,13 +160,31 @@ class SerialExecutor:
             self._closed = True
         thread = self._thread
         if thread is not None and not self.in_thread():
-            self._jobs.put(None)
+            self.dismiss()
             thread.join()
             self._thread = None
 
-    def close_with(self, owner: object) -> None:
-        """End the communication thread when `owner` is garbage-collected, after what is queued."""
-        weakref.finalize(owner, self._jobs.put, None).atexit = False  # to join it might take a deadline
+    def dismiss(self) -> None:
+        """Let the communication thread end after what is queued; waits for nothing."""
+        self._jobs.put(None)
+
+    def end(self, seconds: float) -> None:
+        """As `close`, but wait for so long at most."""
+        with self._submitting:
+            self._closed = True
+        if self._thread is not None and not self.in_thread():
+            self.dismiss()
+            self._thread.join(seconds)
+
+    def fail_all(self, error: BaseException) -> None:
+        """Fail what the communication thread does and what is queued; in a forked child, which has no such thread."""
+        current = self._current
+        if current is not None and not current.done():
+            current.fail(error)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (job := self._jobs.get_nowait()) is not None:
+                    job[0].fail(error)
 
     def _perform(self, work: Callable[[], Any]) -> Any:
         with self.lock:
@@ -177,7 +196,9 @@ class SerialExecutor:
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
+            self._current = job[0]
             self._settle(*job, in_thread=True)
+            self._current = None
             del job  # until the next one comes, nothing of this one is kept alive
 
     def _settle(self, ticket: Ticket, work: Callable[[], Any], *, in_thread: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,12 +14,10 @@ import torch.distributed as dist
 from murmura.errors import TransportError, UsageError
 from murmura.integrations.c10d.groups import Channel
 from murmura.integrations.c10d.memory_pool import MemoryPool
-from murmura.integrations.c10d.operation_queue import OperationQueue
+from murmura.integrations.c10d.operation_queue import DRAIN_SECONDS, OperationQueue, end_with_program
 from murmura.integrations.c10d.repeated_all_reduces import RepeatedAllReduces
 from murmura.integrations.c10d.work import QueuedWork, seconds_of
 from murmura.transports.listeners import CollectiveListeners
-
-DRAIN_SECONDS = 2.0  # for queued operations to end when a group is destroyed
 
 
 class GroupOptions:
@@ -53,6 +52,7 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         self._name, self._desc = "", ""
         transport = channel.transport
         self._queue = OperationQueue(f"c10d-{transport.name}", transport.reporter.own, transport.absent_peers)
+        weakref.finalize(self._queue, end_with_program, weakref.ref(self._queue), weakref.ref(transport))
         self._pool = MemoryPool(channel.transport)
         self._repeated = RepeatedAllReduces(channel.transport)
         self._num_barriers = 0
@@ -174,6 +174,8 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """End the operations under way here, and tell the peers that this rank has given up."""
+        if self._transport.forked:  # the group is the parent's
+            return
         own = self._transport.reporter.own
         error = TransportError(f"rank {own} aborted the process group {self._name or self._transport.name}.", rank=own)
         self._channel.abort(error)
@@ -183,6 +185,8 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave the group; may be called again. What is queued has a moment to end: its peers may need it."""
+        if self._transport.forked:
+            return
         if not self._queue.drain(DRAIN_SECONDS):
             self._transport.abort(self._transport.reporter.closed("an operation that nobody waited for"))
         self._queue.close()

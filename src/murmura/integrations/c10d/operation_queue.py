@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from murmura.integrations.c10d.errors import GroupPeerTimeout, as_torch_error
 from murmura.integrations.c10d.work import Operation, QueuedWork
+from murmura.transports.endpoint import Endpoint
+from murmura.transports.forks import forked_from, guard
+from murmura.transports.program_end import END_SECONDS, has_raised, reason_of_end
 
 LAZY_SECONDS = 0.002
 ACTIVE_SECONDS = 0.1  # how long the thread looks for small operations after the last one, before it sleeps
+DRAIN_SECONDS = 2.0  # for queued operations to end when a group is destroyed
 DRAIN_PAUSE = 0.001
 TURN_SECONDS = 0.05  # between two looks of a waiting thread at whether it can run the queue itself
 
@@ -31,6 +36,7 @@ class OperationQueue:
     def __init__(self, name: str, rank: int, absent_peers: Callable[[], list[int]] = list) -> None:
         self._name, self._rank, self._absent_peers = name, rank, absent_peers
         self._pending: deque[QueuedWork] = deque()
+        self._current: QueuedWork | None = None  # that somebody performs
         self._running = threading.Lock()  # held by whoever runs an operation
         self._finished = threading.Condition(threading.Lock())
         self._num_waiting = 0
@@ -40,6 +46,16 @@ class OperationQueue:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._closed = False
+        guard(self)
+
+    def after_fork(self) -> None:
+        """In a forked child, where the thread of the queue is not: whoever waits for an operation hears why."""
+        self._running = threading.Lock()
+        self._finished = threading.Condition(threading.Lock())
+        self._wakeup, self._starting = threading.Event(), threading.Lock()
+        self._thread, self._num_waiting, self._asleep = None, 0, True
+        if self._current is not None:
+            self._current.fail(forked_from(self._rank))
 
     @property
     def idle(self) -> bool:
@@ -101,8 +117,7 @@ class OperationQueue:
             if self._running.acquire(False):
                 try:
                     while not work.ended and self._pending:
-                        self._pending.popleft().perform()
-                        self._tell_waiting()
+                        self._perform_oldest()
                 finally:
                     self._running.release()
                 if self._pending:
@@ -144,6 +159,19 @@ class OperationQueue:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
+    def end_with_program(self, transport: Endpoint) -> None:
+        """The program ends and the group was not destroyed: let what is queued end, and the thread.
+
+        What does not end in its time, or at once if the program raised, is ended by an abort of `transport`.
+        """
+        if self._thread is None:
+            return
+        if not self.drain(0.0 if has_raised() else DRAIN_SECONDS):
+            transport.abort(reason_of_end(transport.reporter, "an operation that nobody waited for"))
+        self._closed = True
+        self._wakeup.set()
+        self._thread.join(END_SECONDS)
+
     def _start(self) -> None:
         if self._thread is None:
             with self._starting:
@@ -184,12 +212,13 @@ class OperationQueue:
     def _run_pending(self) -> None:
         with self._running:
             while self._pending:
-                work = self._pending.popleft()
-                work.perform()
-                self._tell_waiting()
-                del work  # until the next one comes, nothing of this one is kept alive
+                self._perform_oldest()
 
-    def _tell_waiting(self) -> None:
+    def _perform_oldest(self) -> None:
+        """Perform the oldest operation, holding `_running`; nothing of it is kept alive."""
+        self._current = work = self._pending.popleft()
+        work.perform()
+        self._current = None
         if self._num_waiting:
             with self._finished:
                 self._finished.notify_all()
@@ -198,3 +227,10 @@ class OperationQueue:
 def _done(operation: Operation, timeout: float | None) -> bool:
     operation(timeout)
     return True
+
+
+def end_with_program(queue: weakref.ref[OperationQueue], transport: weakref.ref[Endpoint]) -> None:
+    """See the method; for `weakref.finalize`, which also calls it when a queue was dropped: it then has no thread."""
+    still, channel = queue(), transport()
+    if still is not None and channel is not None:
+        still.end_with_program(channel)

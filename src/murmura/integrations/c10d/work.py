@@ -137,6 +137,15 @@ class QueuedWork(_EndedWork):
             operation(None)
         except BaseException as error:  # carried to whoever waits
             self.error = as_torch_error(error)
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`, in a forked child: whoever performed it is not here."""
+        if not self.ended:
+            self.error = as_torch_error(error)
+            self._end()
+
+    def _end(self) -> None:
         self.ended = True
         if self._unresolved:
             callback_threads.run(self._resolve)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from murmura.errors import TransportError
+from murmura.transports.forks import guard
 from murmura.transports.shared_memory.arena import Arena, round_up
 
 _RELEASE_BYTES = 2**20  # freed tensors from this size on give their pages back to the system
@@ -71,6 +72,8 @@ class Segment:
         self.memory = memoryview(self._mmap)
         self.words = self.memory.cast("q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
+        self._forked = False
+        guard(self)
 
     def retire(self, is_deserted: Callable[[], bool], places: Sequence[int]) -> None:
         """Free `places` as soon as they are deserted; looked at whenever memory is taken."""
@@ -117,9 +120,15 @@ class Segment:
             self._give_back(place)
 
     def _give_back(self, place: int) -> None:
+        if self._forked:
+            return
         length = self._arena.give_back(place - self._own)
         if length >= _RELEASE_BYTES:
             self._mmap.madvise(mmap.MADV_REMOVE, place, length)
+
+    def after_fork(self) -> None:
+        """In a forked child nothing is freed when a tensor dies: the memory is the parent's."""
+        self._forked = True
 
     def _tensor_freed(self, place: int) -> None:
         """Free a tensor's range, from whatever thread its last view died in; later, if this is not the moment."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from murmura.transports.checks import check_timeout, flatten
+from murmura.transports.forks import guard
 from murmura.transports.shared_memory.arena import PAGE_BYTES
 from murmura.transports.shared_memory.control_block import EXITED
 from murmura.transports.shared_memory.segment import Segment
@@ -122,6 +123,12 @@ class SharedMemoryMessages(TaggedMessages):
         self._outboxes = [_Outbox(page) for page in first_pages]
         pages = channel.all_gather(torch.tensor(first_pages))
         self._cursors = [_Cursor(int(theirs[self.rank])) for theirs in pages]
+        guard(self)
+
+    def after_fork(self) -> None:
+        """In a forked child, which must leave to the parent what has come."""
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._peers = []
 
     # Sending
 
@@ -264,6 +271,8 @@ class SharedMemoryMessages(TaggedMessages):
 
     def _wait(self, missing: Callable[[], list[int]], operation: str, timeout: float | None) -> None:
         channel = self.channel
+        if channel.forked:
+            channel.check_usable(operation)
         try:
             self._control.wait(missing, operation, channel.seconds(timeout), spin=channel._may_spin())
         except BaseException as error:

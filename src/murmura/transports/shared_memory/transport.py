@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import get_ident, main_thread
 from typing import Any, overload
 
@@ -72,7 +72,7 @@ class SharedMemoryTransport(Transport):
             Any, Reduction
         ] = {}  # by operation, dtype and threads: making one takes longer than its use
         self._main_thread = main_thread().ident
-        self._retire: Callable[[], object] | None = None  # of a channel: frees its memory
+        self._retire: weakref.finalize[..., Any] | None = None  # of a channel: frees its memory
 
     @classmethod
     def join(
@@ -183,6 +183,12 @@ class SharedMemoryTransport(Transport):
     def on_abort(self, error: BaseException) -> None:
         self._control.failure = error
         self._control.announce_exit(ExitNotice.of(error, self.reporter.own))
+
+    def after_fork(self) -> None:
+        super().after_fork()
+        self._control.failure = self.failure
+        if self._retire is not None:
+            self._retire.detach()
 
     def on_close(self) -> None:
         self._control.closed = True

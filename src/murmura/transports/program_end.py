@@ -1,0 +1,34 @@
+"""What happens to background threads when a program ends without closing what it opened.
+
+Python ends the daemon threads of a program by unwinding them where they next take the GIL. Inside torch that is a
+function which may not be unwound, and the whole process is aborted, whatever its exit status was to be. So the waits of
+such threads are ended before Python finalizes, and the threads get a moment to end; see `weakref.finalize`, whose
+callbacks run then, the newest first.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from murmura.errors import TransportClosed
+from murmura.transports.error_reporter import Reporter
+
+END_SECONDS = 2.0  # for a thread whose waits have been ended
+
+
+def reason_of_end(reporter: Reporter, operation: str) -> BaseException:
+    """Why this rank will not finish `operation`: the exception that ended the program, or that it has ended."""
+    if not hasattr(sys, "ps1"):  # in an interactive session it may be one of long ago
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if isinstance(error, BaseException):
+            return error
+    return TransportClosed(
+        f"the program of rank {reporter.own} ended during {operation}, without closing its transport.",
+        rank=reporter.own,
+        operation=operation,
+    )
+
+
+def has_raised() -> bool:
+    """Whether an exception ended the program; to be asked while it ends."""
+    return not hasattr(sys, "ps1") and (hasattr(sys, "last_exc") or hasattr(sys, "last_value"))
