@@ -33,7 +33,8 @@ def end_a_program(words):
     group._queue.submit(QueuedWork(group._queue, compute, ()), urgent=True)
     channel = transport.channel("beside training")
     channel.submit_job("endless", compute)
-    transport.irecv(torch.zeros(1), 1)
+    messages = transport.channel("of messages")
+    messages.irecv(torch.zeros(1), 1)
     if ending == "raises":
         try:
             raise ValueError("the loader broke")
@@ -48,10 +49,11 @@ def test_threads_end_with_the_program_and_peers_hear_why(ending):
     with ThreadPoolExecutor(1) as threads:
         program = threads.submit(run_forked, end_a_program, [job, ending])
         with SharedMemoryTransport.join(job, 1, 2, timeout=30) as transport:
-            transport.channel("beside training")
+            channels = [transport.channel(name) for name in ("beside training", "of messages")]
             began = time.monotonic()
             with pytest.raises(PeerLost, match=STORIES[ending]) as lost:
                 transport.barrier()
+            del channels
         assert lost.value.peer == 0
         assert time.monotonic() - began < DEATH_SECONDS
         done = program.result()

@@ -23,7 +23,7 @@ from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.forks import forked_from, guard
 from murmura.transports.listeners import CollectiveListeners
 from murmura.transports.profiling import is_profiled
-from murmura.transports.program_end import END_SECONDS, reason_of_end
+from murmura.transports.program_end import END_SECONDS, LINGER_SECONDS, has_raised, reason_of_end
 from murmura.transports.serial_executor import SerialExecutor, Ticket
 
 
@@ -96,7 +96,12 @@ class Endpoint:
             split.abort(error)
 
     def end_with_program(self) -> None:
-        """The program ends and this was not closed: end the waits of its communication thread, and the thread."""
+        """The program ends and this was not closed: end the waits of its communication thread, and the thread.
+
+        If it ends well, what is under way has a moment to end by itself: peers may need it.
+        """
+        if not has_raised():
+            self._executor.end(LINGER_SECONDS)
         if not self._executor.idle:
             top = self
             while top._parent is not None:

@@ -13,6 +13,7 @@ import sys
 from murmura.errors import TransportClosed
 from murmura.transports.error_reporter import Reporter
 
+LINGER_SECONDS = 0.5  # for what is under way when a program ends well
 END_SECONDS = 2.0  # for a thread whose waits have been ended
 
 
