@@ -22,6 +22,8 @@ import torch.distributed as dist
 from c10d.groups import run
 from murmura import ConfigError, PeerTimeout, Transport, TransportError, UsageError, run_world
 from murmura.integrations.c10d import creation
+from murmura.integrations.c10d.operation_queue import OperationQueue
+from murmura.integrations.c10d.work import QueuedWork
 
 
 def total(group: Any = None) -> float:
@@ -278,6 +280,22 @@ def test_what_cannot_be_is_refused_before_anything_is_sent() -> None:
 
 
 # Deadlines and the end
+
+
+def test_an_interrupt_during_an_earlier_operation_ends_the_wait() -> None:
+    queue = OperationQueue("test", 0)
+
+    def interrupt(limit: float | None) -> None:
+        raise KeyboardInterrupt
+
+    earlier, later = (QueuedWork(queue, each, ()) for each in (interrupt, lambda limit: None))
+    queue._pending.extend([earlier, later])  # without its thread, which might be first
+    with pytest.raises(KeyboardInterrupt):
+        later.wait()
+    assert later.wait()  # the queue goes on
+    with pytest.raises(KeyboardInterrupt):
+        earlier.wait()
+    queue.close()
 
 
 def time_out() -> None:

@@ -107,6 +107,7 @@ class OperationQueue:
         """Return when `work` has ended; run the queue up to it, unless another thread does.
 
         With a timeout the thread of the queue runs it: what comes before may take longer, and cannot be left half-way.
+        An interrupt of the program during an earlier operation, which fails with it, ends the wait for this one, too.
         """
         if timeout is not None:
             self.wake()
@@ -117,11 +118,13 @@ class OperationQueue:
             if self._running.acquire(False):
                 try:
                     while not work.ended and self._pending:
-                        self._perform_oldest()
+                        error = self._perform_oldest()
+                        if error is not None and not isinstance(error, Exception):
+                            raise error
                 finally:
                     self._running.release()
-                if self._pending:
-                    self.wake()
+                    if self._pending:
+                        self.wake()
                 continue
             self._await(work, TURN_SECONDS)
 
@@ -214,14 +217,15 @@ class OperationQueue:
             while self._pending:
                 self._perform_oldest()
 
-    def _perform_oldest(self) -> None:
-        """Perform the oldest operation, holding `_running`; nothing of it is kept alive."""
+    def _perform_oldest(self) -> BaseException | None:
+        """Perform the oldest operation, holding `_running`, and return its error; nothing else of it is kept alive."""
         self._current = work = self._pending.popleft()
         work.perform()
         self._current = None
         if self._num_waiting:
             with self._finished:
                 self._finished.notify_all()
+        return work.error
 
 
 def _done(operation: Operation, timeout: float | None) -> bool:
