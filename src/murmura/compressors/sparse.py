@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -21,9 +22,29 @@ PLACE_BYTES, END_BYTES, NUMBER_BYTES = 2, 4, 8
 SAMPLE = 2**14
 
 
+class _Sparse(Compressor):
+    """Payloads that hold a few of the elements; the others decode to zero."""
+
+    @abstractmethod
+    def _parts(self, payload: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        """The places of the elements that `payload` holds, each once, and their values in the dtype of `out`."""
+
+    def decompress(self, payload: Tensor, out: Tensor) -> None:
+        out.detach().zero_()
+        self.decompress_add(payload, out)
+
+    def decompress_add(self, payload: Tensor, out: Tensor) -> None:
+        places, chosen = self._parts(payload, out)
+        out.detach().index_add_(0, places, chosen)
+
+    def decompress_subtract(self, payload: Tensor, out: Tensor) -> None:
+        places, chosen = self._parts(payload, out)
+        out.detach().index_add_(0, places, chosen, alpha=-1)
+
+
 @register_compressor("topk", feedback=True)
 @dataclass(frozen=True)
-class TopK(Compressor):
+class TopK(_Sparse):
     """Sends the share `ratio` of the elements that are largest in magnitude, with their places; the others are zero.
 
     A payload holds for each block of 2**16 elements but the last how many of those sent come before its end, then the
@@ -56,20 +77,7 @@ class TopK(Compressor):
         inside = (places % BLOCK - BLOCK // 2).to(torch.int16)
         payload.copy_(torch.cat([each.view(torch.uint8) for each in (ends, inside, values[places].to(dtype))]))
 
-    def decompress(self, payload: Tensor, out: Tensor) -> None:
-        out.detach().zero_()
-        self.decompress_add(payload, out)
-
-    def decompress_add(self, payload: Tensor, out: Tensor) -> None:
-        places, chosen = self._parts(payload, out)
-        out.detach().index_add_(0, places, chosen)
-
-    def decompress_subtract(self, payload: Tensor, out: Tensor) -> None:
-        places, chosen = self._parts(payload, out)
-        out.detach().index_add_(0, places, chosen, alpha=-1)
-
     def _parts(self, payload: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        """The places in `payload`, and the values there in the dtype of `out`."""
         check_call(self, out, payload)
         count = _count(self.ratio, out.numel())
         begin = END_BYTES * (_num_blocks(out.numel()) - 1)
@@ -102,7 +110,7 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
 
 @register_compressor("randomk", feedback=True)
 @dataclass(unsafe_hash=True)
-class RandomK(Compressor):
+class RandomK(_Sparse):
     """Sends the share `ratio` of the elements, drawn anew for each tensor, one out of every 1 / ratio; others are zero.
 
     The draw follows from `seed` and a number that travels along, so no places are sent; all ranks draw the same, so a
@@ -132,20 +140,7 @@ class RandomK(Compressor):
         payload[NUMBER_BYTES:].copy_(chosen.view(torch.uint8))
         self._number += 1
 
-    def decompress(self, payload: Tensor, out: Tensor) -> None:
-        out.detach().zero_()
-        self.decompress_add(payload, out)
-
-    def decompress_add(self, payload: Tensor, out: Tensor) -> None:
-        places, chosen = self._parts(payload, out)
-        out.detach().index_add_(0, places, chosen)
-
-    def decompress_subtract(self, payload: Tensor, out: Tensor) -> None:
-        places, chosen = self._parts(payload, out)
-        out.detach().index_add_(0, places, chosen, alpha=-1)
-
     def _parts(self, payload: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        """The places that `payload` is of, and the values there in the dtype of `out`."""
         check_call(self, out, payload)
         number = int(payload[:NUMBER_BYTES].clone().view(torch.int64))
         chosen = payload[NUMBER_BYTES:].clone().view(working_dtype(out.dtype))
