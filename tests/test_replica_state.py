@@ -147,7 +147,7 @@ def refused(transport: Transport, folder: Path, algorithm: Algorithm) -> tuple[s
 @pytest.mark.parametrize(
     ("then", "now", "why"),
     [
-        ("diloco:interval=2:compressor=topk", "diloco:interval=2", "compressor=None cannot take over"),
+        ("diloco:interval=2:compressor=topk", "diloco:interval=2", "compressor=None cannot load"),
         ("powersgd:min_compression_rate=1", "powersgd:error_feedback=false", "error_feedback=False would drop"),
     ],
 )

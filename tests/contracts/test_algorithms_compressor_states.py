@@ -70,7 +70,7 @@ def test_another_compressor_is_named_when_the_state_is_loaded(then: str, now: st
     algorithm = algorithm_named(now)
     for error in errors_on(resume, 2, algorithm_named(then), algorithm):
         assert isinstance(error, ConfigError)
-        assert f"compressor={algorithm.compressor!r} cannot take over" in str(error)  # type: ignore[attr-defined]
+        assert f"compressor={algorithm.compressor!r} cannot load" in str(error)  # type: ignore[attr-defined]
 
 
 class Late(ErrorFeedback):

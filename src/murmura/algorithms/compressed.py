@@ -1,4 +1,4 @@
-"""What all means of compressed values have in common: their encoders, and what these leave over for the next one."""
+"""Means of compressed values: the encoders, and the residuals (what compression lost) that they carry over."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from murmura.transports.base import Transport
 
 
 class Residual(NamedTuple):
-    """What compression left over of one parameter: on this rank, and in the means, on all ranks alike."""
+    """What compression lost of one parameter: on this rank alone, and in the means, which are equal on all ranks."""
 
     own: Tensor
     mean: Tensor
 
 
 class CompressedMean(ABC):
-    """Means over `transport` of flat tensors like `like`, one after another, the same bits on every rank.
+    """Averages flat tensors like `like` over the ranks, one after another; every rank gets the same bits.
 
-    This rank's values are encoded in streams of `lengths` elements, end to end. Where a rank encodes a mean for all
-    (`mean_chunk` says where it lies in the tensor), that is a stream too. What an encoder remembers belongs to one
-    stream, so every stream has its own. `shares[r]` is the weight of rank r; without `average` it is their sum.
+    This rank's values are encoded as consecutive streams of `lengths` elements. If this rank also encodes a mean for
+    the others, that of the elements `mean_chunk`, it is one more stream. Every stream has an encoder of its own, since
+    a residual belongs to one stream. `shares[r]` is the weight of rank r; without `average` the result is the sum.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class CompressedMean(ABC):
         self._kept: list[Tensor | None] | None = None
         self._shares = [1] * transport.world_size if shares is None else list(shares)
         self._divisor = sum(self._shares) if average else 1
-        self._keeps_residuals = self._mean_encoder is not compressor
+        self._carries_state = carries_state(compressor)
 
     @abstractmethod
     def __call__(self, flat: Tensor) -> None:
@@ -63,30 +63,30 @@ class CompressedMean(ABC):
     # Steps that are skipped
 
     def keep_residuals(self) -> None:
-        """Keep what is left over now, unless older residuals are kept: the next means may be thrown away."""
-        if self._keeps_residuals and self._kept is None:
+        """Keep the present residuals, unless older ones are kept: the step that uses the next means may be skipped."""
+        if self._carries_state and self._kept is None:
             self._kept = [encoder.lend_residual() for encoder in self._all_encoders]
 
     @property
     def has_kept(self) -> bool:
-        """Whether residuals of before are kept."""
+        """Whether earlier residuals are kept."""
         return self._kept is not None
 
     def forget_kept(self) -> None:
-        """The means have been applied."""
+        """Drop what was kept: the means have been applied."""
         self._kept = None
 
     def restore_kept(self) -> None:
-        """The means have been thrown away: what they left over is void, and what was kept counts again."""
+        """Take back the residuals that were kept: the means since then were not applied."""
         if self._kept is not None:
             for encoder, residual in zip(self._all_encoders, self._kept, strict=True):
                 encoder.set_residual(residual)
             self._kept = None
 
     def restore_kept_of(self, unused: Collection[str], names: Sequence[str], numels: Sequence[int]) -> None:
-        """The means of the parameters `unused` have been thrown away: what was kept of these counts again.
+        """Take back what was kept for the parameters `unused`, whose means were not applied.
 
-        `names` and `numels` say which parameters the tensor is made of, end to end.
+        `names` and `numels` list the parameters that the tensor consists of, in order.
         """
         if self._kept is None:
             return
@@ -108,7 +108,7 @@ class CompressedMean(ABC):
     # Elements that move to other tensors
 
     def residuals(self, names: Sequence[str], numels: Sequence[int]) -> dict[str, Residual]:
-        """What compression left over, by parameter. Collective: each rank holds that of its chunk's mean."""
+        """The residuals by parameter. Collective, because each rank holds that of its own chunk's mean."""
         likes = torch.split(self._like, self._lengths)
         own = [_or_zeros(encoder.residual, like) for encoder, like in zip(self._encoders, likes, strict=True)]
         mean = torch.zeros_like(self._like, dtype=self._wide)
@@ -119,7 +119,7 @@ class CompressedMean(ABC):
         return {name: Residual(*part) for name, part in zip(names, parts, strict=True)}
 
     def set_residuals(self, names: Sequence[str], numels: Sequence[int], residuals: Mapping[str, Residual]) -> None:
-        """Take over what `residuals` returned, perhaps of other tensors; a parameter that is not there has none."""
+        """Take over what `residuals` returned, perhaps for other tensors; a parameter missing there starts at zero."""
         own = torch.zeros_like(self._like)
         mean = torch.zeros_like(own, dtype=self._wide)
         parts = zip(names, torch.split(own, list(numels)), torch.split(mean, list(numels)), strict=True)
@@ -134,7 +134,7 @@ class CompressedMean(ABC):
 
     @property
     def _wide(self) -> torch.dtype:
-        """What means are computed in."""
+        """The dtype in which means are computed."""
         return wide(self._like.dtype)
 
     # Checkpoints
@@ -148,11 +148,11 @@ class CompressedMean(ABC):
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` if `state` is of another compressor, or of chunks of another number of ranks."""
-        check_left_over(state, self._mean_encoder, self._transport.world_size)
+        """Raise `ConfigError` if `state` was saved with another compressor or another number of ranks."""
+        check_residuals(state, self._mean_encoder, self._transport.world_size)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not is_left_over(state):
+        if not has_residuals(state):
             return
         self.check_state(state)
         for encoder, each in zip(self._encoders, state["encoders"], strict=True):
@@ -161,44 +161,49 @@ class CompressedMean(ABC):
         self._kept = state.get("kept")
 
 
-def is_left_over(state: Mapping[str, Any]) -> bool:
-    """Whether the state of a `CompressedMean` holds anything."""
+def has_residuals(state: Mapping[str, Any]) -> bool:
+    """Whether the `state` of a `CompressedMean` holds what an encoder carried over."""
     return any(state["encoders"]) or bool(state["mean_encoder"])
 
 
-def check_left_over(state: Mapping[str, Any], compressor: Compressor | None, num_ranks: int | None = None) -> None:
+def check_residuals(state: Mapping[str, Any], compressor: Compressor | None, num_ranks: int | None = None) -> None:
     """Raise `ConfigError` unless `compressor` can go on from the `state` of a `CompressedMean`.
 
-    It can if it remembers the same things, of streams that are cut alike. How they are cut is only looked at where
-    `num_ranks` says how many ranks exchange here.
+    It can if its own state has the same keys and the values are cut into the same streams. The streams are compared
+    only if `num_ranks` says how many ranks exchange here.
     """
-    if not is_left_over(state):
+    if not has_residuals(state):
         return
     num_streams = len(state["encoders"])
     is_gathered = num_streams == 1  # of one rank alone nothing is compressed
     is_cut_alike = compressor is None or num_ranks in (None, 1) or is_gathered == compressor.gathers
-    if compressor is None or not is_cut_alike or not _remembers(compressor, state["mean_encoder"]):
+    if compressor is None or not is_cut_alike or not _can_load(compressor, state["mean_encoder"]):
         raise ConfigError(
-            f"compressor={compressor!r} cannot take over what compression left over in this state: another compressor "
-            "has saved it. Go on with that one, or leave the algorithm's state out."
+            f"compressor={compressor!r} cannot load the compression residuals in this state, which another compressor "
+            "has saved. Resume with that compressor, or leave the algorithm's state out."
         )
     if num_ranks is not None and not is_gathered and num_streams != num_ranks:
         raise ConfigError(
-            f"this state was saved by {num_streams} ranks that exchange, and here are {num_ranks}: what compression "
-            "left over belongs to chunks that are cut otherwise. Go on with as many ranks, or leave the algorithm's "
+            f"this state was saved by {num_streams} ranks that exchange, and here are {num_ranks}: its compression "
+            f"residuals belong to the chunks of {num_streams} ranks. Resume with as many, or leave the algorithm's "
             "state out."
         )
 
 
-def _remembers(compressor: Compressor, saved: Mapping[str, Any]) -> bool:
-    """Whether `compressor` remembers such things as are in `saved`."""
+def carries_state(compressor: Compressor) -> bool:
+    """Whether `compressor` carries state from one tensor to the next, and so serves one stream only."""
+    return compressor.for_bucket() is not compressor
+
+
+def _can_load(compressor: Compressor, saved: Mapping[str, Any]) -> bool:
+    """Whether the state of `compressor` has the keys of `saved`."""
     fresh = compressor.for_bucket()
     state = fresh.state_dict()
     return bool(state or fresh is not compressor) and _has_keys_of(state, saved)
 
 
 def _has_keys_of(state: Any, saved: Any) -> bool:
-    """Whether nested dicts have the same keys; where `state` has none, they may come with the first tensor."""
+    """Whether nested dicts have the same keys; an empty `state` may get its keys with the first tensor."""
     if not isinstance(state, Mapping) or not state:
         return True
     same = isinstance(saved, Mapping) and state.keys() == saved.keys()
@@ -206,7 +211,7 @@ def _has_keys_of(state: Any, saved: Any) -> bool:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What values of `dtype` are summed in: halves in fp32."""
+    """The dtype in which values of `dtype` are summed: float32 for the half types."""
     return dtype if dtype.itemsize > 2 else torch.float32
 
 

@@ -16,7 +16,7 @@ from murmura.algorithms.background_exchange import BackgroundExchanges, PendingE
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
 from murmura.algorithms.checks import at_least_one, is_real, take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
-from murmura.algorithms.compressed import CompressedMean, Residual, check_left_over, is_left_over, wide
+from murmura.algorithms.compressed import CompressedMean, Residual, check_residuals, has_residuals, wide
 from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import LOCAL_STEPS, register_algorithm
 from murmura.algorithms.traffic import mean_bytes
@@ -217,7 +217,7 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         self._set_residuals(*residuals)
 
     def _residuals(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What compression left over of each parameter, on this rank and in the means."""
+        """The residual of each parameter, on this rank and in the means."""
         if not self._is_compressed:
             return {}, {}
         own, mean = [], []
@@ -293,29 +293,30 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
     def check_state(self, state: Mapping[str, Any]) -> None:
         for saved in (state["theta"], state["velocity"]):
             self._weights.check_by_name(saved)
-        if any(map(is_left_over, state["compressed"])):
+        if any(map(has_residuals, state["compressed"])):
             for each in state["compressed"]:
-                check_left_over(each, self.compressor)
+                check_residuals(each, self.compressor)
             self._check_same_cut(state)
             for mean, each in zip(self._means(), state["compressed"], strict=True):
                 mean.check_state(each)
 
     def _check_same_cut(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state whose fragments are others than those here: what compression left over belongs to them."""
+        """Refuse a state with other fragments than those here: compression residuals belong to fragments."""
         saved, here = len(state["compressed"]), len(self._means())
         if saved != here:
             raise ConfigError(
-                f"what compression left over was saved in {saved} parts, and here are {here}: one for each fragment "
-                "and dtype, none without a compressor or in a world of one. Go on with the same choices, or leave the "
-                "algorithm's state out."
+                f"this state holds the compression residuals of {saved} parts, and here are {here}: one for each "
+                "fragment and dtype, none without a compressor or in a world of one. Resume with the same options, or "
+                "leave the algorithm's state out."
             )
         names = {name for each in self._weights.parameters_of for name in each}
-        for these, when in ((set(state["theta"]) - names, "then, and not here"), (names - set(state["theta"]), "here")):
+        saved_names = set(state["theta"])
+        for these, when in ((saved_names - names, "when the state was saved"), (names - saved_names, "here")):
             if these:
                 raise ConfigError(
-                    f"{', '.join(map(repr, sorted(these)))} took part {when}: so the fragments are cut otherwise, to "
-                    "which belongs what compression left over. Freeze the same parameters as when the state was saved, "
-                    "or leave the algorithm's state out."
+                    f"{', '.join(map(repr, sorted(these)))} took part only {when}, so the fragments differ, and the "
+                    "compression residuals in this state belong to those of the save. Freeze the same parameters as "
+                    "then, or leave the algorithm's state out."
                 )
 
     def _by_name(self, values: Sequence[Tensor]) -> dict[str, Tensor]:

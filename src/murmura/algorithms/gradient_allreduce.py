@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters, Replica
 from murmura.algorithms.checks import take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
-from murmura.algorithms.compressed import CompressedMean, Residual, check_left_over
+from murmura.algorithms.compressed import CompressedMean, Residual, carries_state, check_residuals
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import register_algorithm
@@ -97,13 +97,13 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         self.round_is_over()
 
     def round_is_over(self) -> None:
-        """What was sent will not be taken back: the step comes, or, after this rank's last batch, that of others."""
+        """Drop what a skipped step would need: this rank steps now, or, having left a join, will not step at all."""
         self._rounds_since_step = 0
         for mean in self._means.values():
             mean.forget_kept()
 
     def before_replan(self, buckets: Sequence[Bucket]) -> None:
-        if not self._exchanges_compressed or not self._keeps_residuals:
+        if not self._exchanges_compressed or self.compressor is None or not carries_state(self.compressor):
             self._means = {}
             return
         residuals = self._residuals()
@@ -125,10 +125,6 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         for bucket in self._replica.buckets:
             residuals |= self._compressed_mean(bucket).residuals(bucket.names, _real_numels(bucket))
         return residuals
-
-    @property
-    def _keeps_residuals(self) -> bool:
-        return self.compressor is not None and self.compressor.for_bucket() is not self.compressor
 
     def _compressed_mean(self, bucket: Bucket) -> CompressedMean:
         if bucket.index not in self._means:
@@ -157,7 +153,7 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     def check_state(self, state: Mapping[str, Any]) -> None:
         leaders = self._hierarchy.leaders
         for each in state["compressed"].values():
-            check_left_over(each, self.compressor, None if leaders is None else leaders.world_size)
+            check_residuals(each, self.compressor, None if leaders is None else leaders.world_size)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._rounds_since_step = state["rounds_since_step"]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters, Replica
 from murmura.algorithms.checks import instances_of, take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
-from murmura.algorithms.compressed import CompressedMean, Residual, check_left_over
+from murmura.algorithms.compressed import CompressedMean, Residual, check_residuals
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import register_algorithm
@@ -174,7 +174,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def _prepare(self, flat_moments: FlatTensors, moments: Sequence[Tensor]) -> None:
         """Flats for the moments, and what averages them between hosts; anew if other parameters are trainable.
 
-        Collective: what compression left over of a parameter moves along.
+        Collective: the residual of each parameter moves along.
         """
         own = zip(self._replica.names, self._replica.parameters, strict=True)
         names = [name for name, each in own if each.requires_grad]
@@ -223,7 +223,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def check_state(self, state: Mapping[str, Any]) -> None:
         leaders = self._hierarchy.leaders
         for each in state["compressed"]:
-            check_left_over(each, self.compressor, None if leaders is None else leaders.world_size)
+            check_residuals(each, self.compressor, None if leaders is None else leaders.world_size)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._was_warm = state["is_warm"]
