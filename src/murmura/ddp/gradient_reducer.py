@@ -1,15 +1,15 @@
-"""Has the gradients of a round copied into their buckets, and exchanges full buckets while backward goes on.
+"""Fills the buckets with the gradients of a round, and exchanges full buckets while backward is running.
 
-Buckets go to the communication thread, or stream, in index order on every rank, whatever the order in which gradients
-come. That thread may also copy the gradients into them; else the gradient hooks do. Where it would
-take a core from backward, buckets are exchanged after backward. `finish` fills what got no gradient, exchanges the
-round's tail, waits for everything, and gives parameters that only other ranks used their gradient.
+Buckets go to the communication thread, or stream, in index order on every rank, in whatever order gradients come. The
+gradient hooks copy gradients into buckets, or leave that to the communication thread where a core is idle. Where none
+is spare, buckets are exchanged after backward. `finish` fills buckets with zeros for parameters that got no gradient,
+exchanges the round's tail, waits for everything, and assigns gradients to parameters that only other ranks used.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class GradientReducer:
 
     def __init__(self, replica: ModelReplica, planner: BucketPlanner, *, as_views: bool) -> None:
         self._algorithm: AlgorithmImpl
-        self.hook: CommHook | None = None  # takes the place of the algorithm
+        self.hook: CommHook | None = None  # exchanges the buckets instead of the algorithm
         self._as_views = as_views  # gradients are views of the buckets, and not copied out of them
         self._has_graphs = False  # some came with a graph of their own, and so in their own memory
         self._replica = replica
@@ -49,37 +49,36 @@ class GradientReducer:
         self._num_ranks_here = len(members_of(self._transport.hosts, self._transport.rank))
         self._background = BackgroundExchanges(replica.transport)
         self._before: list[Tensor] | None = None  # gradients of earlier rounds, once asked for
-        self.use([])
+        self._use([])
 
     def serve(self, algorithm: AlgorithmImpl) -> None:
         """Let `algorithm` exchange the buckets from the next round on."""
         self._algorithm = algorithm
 
     def plan(self, *, wanted: bool) -> None:
-        """See to it that there are buckets if `wanted`, and otherwise none."""
-        if wanted != bool(self._replica.buckets):
-            self._replica.buckets = self._planner.buckets() if wanted else []
-            self.use(self._replica.buckets)
+        """Make buckets if they are `wanted` and there are none; drop them if they are not."""
+        if wanted != bool(self.buckets):
+            self._use(self._planner.buckets() if wanted else [])
 
-    def replan(self, algorithm: AlgorithmImpl | None) -> None:
-        """Cut the buckets anew, if there are any. Collective: what `algorithm` keeps for each element moves along."""
-        if self._replica.buckets:
+    def replan(self, algorithm: AlgorithmImpl | None = None) -> None:
+        """Make new buckets by the present plan, if there are any.
+
+        Collective if there is an `algorithm`: what it keeps for each element moves along.
+        """
+        if self.buckets:
             buckets = self._planner.buckets()
             if algorithm is not None:
                 algorithm.before_replan(buckets)
-            self._replica.buckets = buckets
-            self.use(buckets)
+            self._use(buckets)
 
     def load_plan(self, state: Mapping[str, Any]) -> None:
-        """Cut the buckets as the run did that this one resumes."""
+        """Make the buckets that the saved run had."""
         self._planner.load_state_dict(state)
-        if self._replica.buckets:
-            self._replica.buckets = self._planner.buckets()
-            self.use(self._replica.buckets)
+        self.replan()
 
-    def use(self, buckets: Sequence[Bucket]) -> None:
+    def _use(self, buckets: list[Bucket]) -> None:
         """Take other buckets, between two rounds; gradients that exist move into them."""
-        self.buckets = list(buckets)
+        self.buckets = self._replica.buckets = buckets
         self._where = {
             id(parameter): (bucket, slot) for bucket in self.buckets for slot, parameter in enumerate(bucket.parameters)
         }
@@ -119,12 +118,10 @@ class GradientReducer:
         """Let `hook` exchange the buckets from the next round on."""
         self.hook = hook
         self._planner.allocate = plain_memory  # no transport touches it, and some of torch's hooks resize it
-        if self._replica.buckets:
-            self._replica.buckets = self._planner.buckets()
-            self.use(self._replica.buckets)
+        self.replan()
 
     def refuse_switch(self) -> None:
-        """Refuse another algorithm beside a hook, which would go on to exchange the gradients."""
+        """Raise `UsageError` if a hook is registered: it would go on exchanging the gradients."""
         if self.hook is not None:
             raise UsageError(
                 "set_algorithm() was called, but a communication hook exchanges the gradients. Wrap the model again "
@@ -149,9 +146,9 @@ class GradientReducer:
                         view.copy_(parameter.grad.detach())
 
     def add(self, parameter: nn.Parameter, number: int, *, is_final: bool = True, send: bool = True) -> None:
-        """A gradient of round `number` has come: copy it into its bucket, and `send` the buckets that are full.
+        """Copy a new gradient of round `number` into its bucket, and if `send`, send the buckets that are full.
 
-        One that is not `is_final` is left to `finish`.
+        One that is not `is_final`, because a hook may still change it, is left to `finish`.
         """
         place = self._where.get(id(parameter))
         if place is None:  # thawed: it takes part when the round has begun
