@@ -114,6 +114,7 @@ SIGNATURES = {
     "DDP.no_sync": "self",
     "DDP.sync_gradients": "self",
     "DDP.overlapped_sync_gradients": "self",
+    "DDP.sync_buffers": "self",
     "DDP.broadcast_parameters": "self, root=0",
     "DDP.join": (
         "self, loader=None, *, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False"
@@ -122,6 +123,7 @@ SIGNATURES = {
     "DDP.verify_in_sync": "self",
     "DDP.set_algorithm": "self, algorithm",
     "DDP.algorithm_state_dict": "self",
+    "DDP.unsettled_algorithm_state_dict": "self",
     "DDP.load_algorithm_state_dict": "self, state",
     "DDP.consensus_distance": "self",
     "DDP.average_parameters": "self",

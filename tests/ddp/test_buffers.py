@@ -47,6 +47,17 @@ def test_buffers_stay_local_if_so_wished(replaces: bool) -> None:
     assert on_ranks(forward_thrice, 3, False, replaces) == [[1, 11, 111], [2, 22, 222], [3, 33, 333]]
 
 
+@pytest.mark.parametrize(("broadcast_buffers", "wanted"), [(True, [1, 1, 1]), (False, [1, 2, 3])])
+def test_buffers_are_synced_on_demand_as_a_round_would(broadcast_buffers: bool, wanted: list[float]) -> None:
+    def run(transport: Transport) -> float:
+        ddp = DDP(Counter(), transport, broadcast_buffers=broadcast_buffers)
+        ddp.module.seen.fill_(transport.rank + 1)
+        ddp.sync_buffers()
+        return ddp.module.seen.item()
+
+    assert on_ranks(run, 3) == wanted
+
+
 def test_buffers_that_are_not_saved_are_broadcast_too() -> None:
     def run(transport: Transport) -> list[float]:
         ddp = DDP(Counter(), transport)

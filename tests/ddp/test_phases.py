@@ -296,7 +296,10 @@ def test_saving_between_micro_batches_is_refused_until_they_are_given_up() -> No
                 backward(ddp, 1)
             with pytest.raises(UsageError, match=r"wait for their exchange, and would lose them"):
                 ddp.algorithm_state_dict()
+            assert ddp.is_accumulating
+            assert ddp.unsettled_algorithm_state_dict()["round"] == 0
             ddp.zero_grad()
+            assert not ddp.is_accumulating
             return int(ddp.algorithm_state_dict()["round"])
 
     assert on_ranks(run, 2) == [0, 0]

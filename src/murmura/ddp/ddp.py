@@ -19,7 +19,7 @@ from murmura.algorithms.names import PLAIN, as_algorithm
 from murmura.ddp import consensus, replica_checks
 from murmura.ddp.options import check_options
 from murmura.ddp.replica import ModelReplica
-from murmura.ddp.round import Event
+from murmura.ddp.round import Event, Phase
 from murmura.ddp.round_driver import RoundDriver
 from murmura.ddp.torch_arguments import DEFAULT_BUCKET_BYTES, ignored_names, moved, split_positional
 from murmura.ddp.torch_surface import TorchSurface
@@ -206,6 +206,19 @@ class DDP(TorchSurface):
         """
         self._driver.settle_for_good()
 
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients of backwards inside `no_sync` wait for their exchange."""
+        return self._driver.round.phase is Phase.ACCUMULATED and self._replica.has_gradients()
+
+    def sync_buffers(self) -> None:
+        """Take over rank 0's buffers now, as the next round would; nothing if buffers are each rank's own. Collective.
+
+        Algorithms that exchange weights average buffers instead.
+        """
+        if self._replica.buffers:
+            self._replica.broadcast(self._replica.buffers, 0)
+
     def broadcast_parameters(self, root: int = 0) -> None:
         """Take over parameters and buffers of `root`, in place: optimizers built before stay valid. Collective."""
         self._driver.take_over(root)
@@ -270,10 +283,13 @@ class DDP(TorchSurface):
         done first. Refused while gradients of backwards inside `no_sync` wait for their exchange.
         """
         self.settle()
-        return self._algorithm_state()
+        return self.unsettled_algorithm_state_dict()
 
-    def _algorithm_state(self) -> dict[str, Any]:
-        """As `algorithm_state_dict`, where nothing is pending."""
+    def unsettled_algorithm_state_dict(self) -> dict[str, Any]:
+        """As `algorithm_state_dict`, without `settle`: allowed while `is_accumulating`, when nothing else is pending.
+
+        The gradients accumulated so far are not part of it.
+        """
         return {
             "name": type(self.algorithm).__name__,
             "round": self._replica.round,

@@ -16,7 +16,6 @@ from torch import Tensor
 from murmura.algorithms.names import as_algorithm
 from murmura.ddp import DDP
 from murmura.ddp.options import check_options
-from murmura.ddp.round import Phase
 from murmura.errors import ConfigError
 from murmura.transports.shared_memory import futex
 
@@ -97,23 +96,11 @@ def reduced(reduce: Callable[..., Any], tensor: Any, group: Any, reduce_op: Any)
 
 def algorithm_state(ddp: DDP) -> dict[str, Any]:
     """What the algorithm carries on this rank, also while gradients are accumulated. Collective."""
-    if ddp._driver.round.phase is not Phase.ACCUMULATED:
+    if not ddp.is_accumulating:
         return ddp.algorithm_state_dict()
     log.warning(
         "rank %d: gradients are being accumulated, and Lightning's checkpoints hold none: a run that is resumed from "
         "this one lacks those of this step. Save after a step to go on where it stopped.",
         ddp.transport.rank,
     )
-    return ddp._algorithm_state()  # nothing of a former round is pending in the middle of one
-
-
-def copied(value: Any) -> Any:
-    """A tensor in memory of its own; other values as they are."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def take_over_buffers(ddp: DDP) -> None:
-    """Take over rank 0's buffers, of those that are kept together, as the next round will do. Collective."""
-    replica = ddp._replica
-    if replica.buffers:
-        replica.broadcast(replica.buffers, 0)
+    return ddp.unsettled_algorithm_state_dict()

@@ -22,12 +22,10 @@ from murmura.integrations.lightning.common import (
     AnnouncedCollectives,
     algorithm_state,
     check_arguments,
-    copied,
     default_backend,
     reduced,
-    take_over_buffers,
 )
-from murmura.integrations.replica_state import replicas_differ
+from murmura.integrations.replica_state import copied, replicas_differ
 
 STATES = ("state_dict", "current_model_state")  # of the model in a checkpoint; the latter with averaged weights
 AVERAGES = "average_model_state"  # of StochasticWeightAveraging, in its own part of a checkpoint
@@ -71,7 +69,7 @@ class MurmuraStrategy(AnnouncedCollectives, DDPStrategy):
             callbacks.check_plateaus(trainer)
 
     def _setup_model(self, model: nn.Module) -> DDP:
-        own = None if self._own is None else {name: copied(value) for name, value in model.state_dict().items()}
+        own = None if self._own is None else copied(model.state_dict())
         self._ddp = DDP(model, algorithm=self._algorithm, **self._ddp_kwargs)
         self._at_end = None
         if own is not None:
@@ -135,12 +133,12 @@ class MurmuraStrategy(AnnouncedCollectives, DDPStrategy):
             return
         self._at_end = {"algorithm": algorithm_state(self._ddp), "differ": replicas_differ(self._ddp)}
         if self._at_end["differ"]:
-            self._at_end["weights"] = {name: copied(value) for name, value in self._ddp.state_dict().items()}
+            self._at_end["weights"] = copied(self._ddp.state_dict())
             with self._ddp.average_parameters():
-                means = {name: copied(value) for name, value in self._ddp.state_dict().items()}
+                means = copied(self._ddp.state_dict())
             self._ddp.load_state_dict(means)
         else:
-            take_over_buffers(self._ddp)
+            self._ddp.sync_buffers()
 
     # Collectives of Lightning's
 
@@ -178,7 +176,7 @@ class MurmuraStrategy(AnnouncedCollectives, DDPStrategy):
             self._means[level] = contextlib.ExitStack()
             self._means[level].enter_context(self._ddp.average_parameters())
         else:
-            take_over_buffers(self._ddp)
+            self._ddp.sync_buffers()
 
     def end_mean(self, level: int) -> None:
         """Give the module of this rank back what it held."""
