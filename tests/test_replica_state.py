@@ -25,10 +25,10 @@ from murmura import (
 )
 from murmura.algorithms import algorithm_named
 from murmura.integrations.replica_state import (
-    keeps_replicas_equal,
     mark_file,
     mean_state_dict,
     own_file,
+    replicas_never_differ,
     restore_own_state,
     saving_own_state,
 )
@@ -60,7 +60,7 @@ class Run:
             self.optimizer.zero_grad()
             self.ddp(torch.randn(2, 3, generator=random, dtype=torch.float64)).square().mean().backward()
             self.optimizer.step()
-            if step % 2 == 0 or self.ddp.transport.rank or keeps_replicas_equal(self.ddp):
+            if step % 2 == 0 or self.ddp.transport.rank or replicas_never_differ(self.ddp):
                 self.scheduler.step()  # rank 0 leaves some out, as after steps that a GradScaler skips
         return [parameter.detach().clone() for parameter in self.ddp.parameters()]
 

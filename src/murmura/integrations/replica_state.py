@@ -1,7 +1,7 @@
-"""Checkpoints of frameworks: plain keys hold the mean of the replicas, and each rank's own state stands beside it.
+"""Checkpoints of frameworks: a plain file with the mean of the replicas, and files beside it for each rank's own state.
 
-So the framework's file loads anywhere, and a run that is resumed with as many ranks goes on from every rank's own
-weights, optimizer state and algorithm state. Where replicas are equal, a rank keeps only what differs from rank 0.
+The plain file loads anywhere. A run that resumes with as many ranks continues from every rank's own weights, optimizer
+state and algorithm state. Where replicas are equal, a rank's own file holds only what differs from rank 0's.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def replicas_differ(ddp: DDP) -> bool:
     return Exchanges.WEIGHTS in all_gather_json(ddp.transport, str(ddp.algorithm.exchanges))
 
 
-def keeps_replicas_equal(ddp: DDP) -> bool:
-    """Whether the replicas hold equal weights whenever an optimizer has stepped. Not collective, equal on all ranks."""
+def replicas_never_differ(ddp: DDP) -> bool:
+    """Whether the replicas hold equal weights after every step, in all rounds. Not collective, equal on all ranks."""
     return type(ddp.algorithm).exchanges is Exchanges.GRADIENTS  # a property where it changes from round to round
 
 
@@ -55,7 +55,7 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 def averaged(ddp: DDP) -> AbstractContextManager[None]:
     """Inside it the module holds the mean of the replicas if these differ. Collective, unless the algorithm keeps
     replicas equal in every round."""
-    is_mean = keeps_replicas_equal(ddp) or not replicas_differ(ddp)
+    is_mean = replicas_never_differ(ddp) or not replicas_differ(ddp)
     return contextlib.nullcontext() if is_mean else ddp.average_parameters()
 
 
@@ -78,10 +78,10 @@ def optimizers_of(ddp: DDP, optimizers: Iterable[Any]) -> list[Optimizer]:
 
 
 def own_state(ddp: DDP, optimizers: Sequence[Stateful], others: Sequence[Stateful] = ()) -> dict[str, Any]:
-    """All that this rank needs beside the plain file to go on as if it had not stopped. Collective.
+    """What this rank needs in addition to the plain file to resume exactly. Collective.
 
     Call it after an optimizer's step and before the next forward. The tensors are the model's own: write or copy them
-    before training goes on. `others` are what else a rank may have alone: schedulers, and a GradScaler.
+    before training continues. `others` are further objects that may differ between ranks: schedulers, a GradScaler.
     """
     algorithm = ddp.algorithm_state_dict()  # first, for it may communicate and write weights
     parts = {
@@ -103,22 +103,30 @@ def load_own_state(
 ) -> None:
     """Take over what `own_state` returned on this rank, after the plain file was loaded on every rank.
 
-    The number of ranks may differ from that of the save if replicas were equal then; of the algorithm's state only the
-    round is restored. Raises `ConfigError`, before anything is changed, where the state does not fit. Only `Phased`,
-    saved in a phase that does not run here, may find out later that the options of that phase are others.
+    The number of ranks may differ from that of the save if replicas were equal then. Raises `ConfigError`, before
+    anything is changed, where the state does not fit. Only `Phased`, saved in a phase that does not run here, may find
+    out later that the options of that phase have changed.
     """
     _check_fits(ddp, optimizers, others, state)
-    algorithm = state["algorithm"]
-    if state["world_size"] == ddp.transport.world_size:
+    same_size = state["world_size"] == ddp.transport.world_size
+    if same_size:
         if state["model"]:
             ddp.load_state_dict({**ddp.state_dict(), **state["model"]})
         for index, each in state["optimizers"].items():
             optimizers[int(index)].load_state_dict(each)
         for index, each in state["others"].items():
             others[int(index)].load_state_dict(each)
-    else:
-        algorithm = {**algorithm, "algorithm": ddp.algorithm_state_dict()["algorithm"]}
-    ddp.load_algorithm_state_dict(algorithm)
+    load_algorithm(ddp, state["algorithm"], optimizers, same_size=same_size)
+
+
+def load_algorithm(ddp: DDP, saved: Mapping[str, Any], optimizers: Iterable[object], *, same_size: bool) -> None:
+    """Load what `ddp.algorithm_state_dict()` returned, and tell `ddp` of its optimizers. Collective.
+
+    If another number of ranks saved it, only the round is restored: the rest belongs to the ranks of then.
+    """
+    if not same_size:
+        saved = {**saved, "algorithm": ddp.algorithm_state_dict()["algorithm"]}
+    ddp.load_algorithm_state_dict(saved)
     for optimizer in optimizers:
         if isinstance(optimizer, Optimizer):
             ddp.remember_optimizer(optimizer)
@@ -133,7 +141,7 @@ def own_file(folder: str | os.PathLike[str], rank: int, name: str = "murmura") -
 
 
 def mark_file(folder: str | os.PathLike[str], name: str = "murmura") -> Path:
-    """The file that tells which save is complete in `folder`; rank 0 writes it last."""
+    """The mark of a complete save in `folder`; rank 0 writes it last."""
     return Path(folder) / f"{name}-complete.json"
 
 
@@ -146,11 +154,11 @@ def saving_own_state(
     *,
     name: str = "murmura",
 ) -> Iterator[None]:
-    """Write `own_state` of every rank into `folder`, one for all ranks or one for each; inside it write plain files.
+    """Write `own_state` of every rank into `folder`; write the plain files inside this context.
 
-    The folder may hold an older checkpoint. While files of both are in it, the mark of a complete save is not: so a
-    kill at any moment leaves a checkpoint that is whole, or one that is refused. Collective when it begins and when it
-    ends; an error of writing on one rank is raised on all.
+    Ranks may share the folder or have one each. It may hold an older checkpoint: the mark of a complete save is removed
+    before the first file is replaced and written after the last, so a kill at any moment leaves either a complete
+    checkpoint or one that is refused. Collective at entry and exit; a failure to write on one rank is raised on all.
     """
     transport = ddp.transport
     rank, mark = transport.rank, mark_file(folder, name)
@@ -192,8 +200,8 @@ def restore_own_state(
 ) -> bool:
     """Load what `saving_own_state` wrote, after the plain file was loaded on every rank. Collective.
 
-    Returns False, and changes nothing, if no rank finds a file: then the checkpoint was made without murmura. A save
-    that was cut short is a `CheckpointError`.
+    Returns False, and changes nothing, if no rank finds a file: then the checkpoint was made without murmura. Raises
+    `CheckpointError` if the save was cut short.
     """
     transport = ddp.transport
     own, first = own_file(folder, transport.rank, name), own_file(folder, 0, name)
@@ -230,11 +238,13 @@ def restore_own_state(
 
 
 def _identity_in(mark: Path) -> str:
-    """Which save `mark` says is complete."""
+    """The identity of the save that `mark` declares complete."""
     try:
         identity: str = json.loads(mark.read_text())["id"]
     except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{mark} is damaged, which says that the save is complete. Load another one") from error
+        raise CheckpointError(
+            f"{mark} is damaged, so nothing says that the save is complete. Load another checkpoint"
+        ) from error
     return identity
 
 

@@ -30,9 +30,9 @@ from murmura.errors import ConfigError
 from murmura.integrations.accelerate import Accelerator
 from murmura.integrations.replica_state import (
     averaged,
-    keeps_replicas_equal,
     mean_state_dict,
     optimizers_of,
+    replicas_never_differ,
     restore_own_state,
     saving_own_state,
 )
@@ -79,7 +79,7 @@ class MurmuraTrainer(Trainer):  # type: ignore[misc]  # Transformers' types are 
         self._unwrap()  # after a run that failed
         output = super().train(*arguments, **named)
         ddp = self._ddp()
-        if ddp is not None and not self._holds_best and not keeps_replicas_equal(ddp):
+        if ddp is not None and not self._holds_best and not replicas_never_differ(ddp):
             mean = mean_state_dict(ddp)
             self._unwrap()
             self.model.load_state_dict(mean)

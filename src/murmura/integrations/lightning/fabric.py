@@ -18,7 +18,7 @@ from murmura.ddp import DDP
 from murmura.errors import CheckpointError, UsageError
 from murmura.integrations.lightning import own_files
 from murmura.integrations.lightning.common import AnnouncedCollectives, check_arguments, default_backend, reduced
-from murmura.integrations.replica_state import mean_state_dict, optimizers_of, replicas_differ
+from murmura.integrations.replica_state import load_algorithm, mean_state_dict, optimizers_of, replicas_differ
 
 
 class MurmuraFabricStrategy(AnnouncedCollectives, DDPStrategy):
@@ -135,12 +135,8 @@ class MurmuraFabricStrategy(AnnouncedCollectives, DDPStrategy):
                 raise CheckpointError(
                     f"{path} has no state of an algorithm for {name!r}. Load under the names of the save."
                 )
-            algorithm = own["algorithms"][name]
-            if not own["same_size"]:
-                algorithm = {**algorithm, "algorithm": ddp.algorithm_state_dict()["algorithm"]}
-            ddp.load_algorithm_state_dict(algorithm)
-            for optimizer in optimizers_of(ddp, [each for each in state.values() if isinstance(each, Optimizer)]):
-                ddp.remember_optimizer(optimizer)
+            optimizers = optimizers_of(ddp, [each for each in state.values() if isinstance(each, Optimizer)])
+            load_algorithm(ddp, own["algorithms"][name], optimizers, same_size=own["same_size"])
 
 
 class _NoSync(_BackwardSyncControl):

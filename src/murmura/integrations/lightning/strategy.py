@@ -25,7 +25,7 @@ from murmura.integrations.lightning.common import (
     default_backend,
     reduced,
 )
-from murmura.integrations.replica_state import copied, replicas_differ
+from murmura.integrations.replica_state import copied, load_algorithm, replicas_differ
 
 STATES = ("state_dict", "current_model_state")  # of the model in a checkpoint; the latter with averaged weights
 AVERAGES = "average_model_state"  # of StochasticWeightAveraging, in its own part of a checkpoint
@@ -236,12 +236,7 @@ class MurmuraStrategy(AnnouncedCollectives, DDPStrategy):
         super().load_optimizer_state_dict(checkpoint)
         if self._own is None or self._ddp is None:
             return
-        state = self._own["algorithm"]
-        if not self._own["same_size"]:
-            state = {**state, "algorithm": self._ddp.algorithm_state_dict()["algorithm"]}
-        self._ddp.load_algorithm_state_dict(state)
-        for optimizer in self.optimizers:
-            self._ddp.remember_optimizer(optimizer)
+        load_algorithm(self._ddp, self._own["algorithm"], self.optimizers, same_size=self._own["same_size"])
         self._own = None
 
     def remove_checkpoint(self, filepath: Any) -> None:
