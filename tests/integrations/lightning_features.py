@@ -18,7 +18,8 @@ from integrations import lightning_task as loops
 from integrations.lightning_programs import Own, Task, fit, trainer
 from integrations.lightning_task import Options
 from murmura import DDP
-from murmura.integrations.lightning import MurmuraStrategy, own_files
+from murmura.integrations.lightning import MurmuraStrategy
+from murmura.integrations.lightning.common import write_means
 
 
 class Raises(Task):
@@ -38,7 +39,7 @@ def means() -> dict[str, Any]:
     rank = dist.get_rank()
     mine = torch.tensor([1.0, 2.0]) * (rank + 1)
     state = {"mean": mine, "half": mine.bfloat16(), "count": torch.tensor(rank), "none": None}
-    own_files.write_means(state, torch.device("cpu"))
+    write_means(state, torch.device("cpu"))
     assert torch.equal(mine, torch.tensor([1.0, 2.0]) * (rank + 1))
     return {**state, "rank": rank}
 

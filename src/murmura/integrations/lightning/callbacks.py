@@ -1,6 +1,6 @@
-"""What a strategy does at moments of a fit that Lightning tells to callbacks only.
+"""Hooks of a strategy into moments of a fit that Lightning reports only to callbacks.
 
-Lightning calls callbacks in the order of `trainer.callbacks`. `First` precedes those of the user, `Last` follows.
+Lightning calls callbacks in the order of `trainer.callbacks`: `First` runs before those of the user, `Last` after them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.callbacks import Callback, WeightAveraging
 
 from murmura.errors import UsageError
-from murmura.integrations.lightning import own_files
+from murmura.integrations.lightning.common import gather
 
 if TYPE_CHECKING:
     from murmura.integrations.lightning.strategy import MurmuraStrategy
 
 
 class First(Callback):
-    """Gives each rank its own weights back after validation, before a callback saves or swaps them."""
+    """Restores each rank's own weights after validation, before a callback saves or swaps them."""
 
     def __init__(self, strategy: MurmuraStrategy) -> None:
         self._strategy = strategy
@@ -39,7 +39,7 @@ class First(Callback):
 
 
 class Last(Callback):
-    """Takes the mean once more where a callback has put averaged weights of this rank in the model's place."""
+    """Averages over the ranks again after a WeightAveraging callback has put its own averages into the model."""
 
     def __init__(self, strategy: MurmuraStrategy) -> None:
         self._strategy = strategy
@@ -50,21 +50,21 @@ class Last(Callback):
 
 
 def monitored(trainer: Any) -> list[str]:
-    """The names of the metrics that decide something: when to stop, what to keep, the learning rate."""
+    """The names of the metrics on which callbacks and schedulers decide: to stop, what to keep, the learning rate."""
     of_callbacks = [getattr(each, "monitor", None) for each in trainer.callbacks]
     of_schedulers = [each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
     return sorted({name for name in (*of_callbacks, *of_schedulers) if isinstance(name, str)})
 
 
 def require_equal_metrics(trainer: Any) -> None:
-    """Raise `UsageError` on all ranks if a metric that decides something is not equal on them. Collective."""
+    """Raise `UsageError` on all ranks if they differ in a metric that is `monitored`. Collective."""
     names = monitored(trainer)
     if names:
         _require_equal(names, trainer.callback_metrics)
 
 
 def check_plateaus(trainer: Any) -> None:
-    """Let every step of a ReduceLROnPlateau that Lightning takes require equal metrics; `release_plateaus` undoes it.
+    """Require equal metrics whenever Lightning steps a ReduceLROnPlateau scheduler; `release_plateaus` undoes this.
 
     Such a scheduler may step after any batch, when no callback is called.
     """
@@ -87,7 +87,7 @@ def release_plateaus(module: Any) -> None:
 
 
 def _require_equal(names: list[str], metrics: Mapping[str, Any]) -> None:
-    ranks = own_files.gather({name: repr(float(metrics[name])) for name in names if name in metrics})
+    ranks = gather({name: repr(float(metrics[name])) for name in names if name in metrics})
     for name in names:
         values = [each.get(name) for each in ranks]
         if len(set(values)) > 1:

@@ -35,14 +35,14 @@ REFUSED = {
 
 
 class AnnouncedCollectives(Strategy):
-    """Before a collective of Lightning's, exchanges that other ranks may wait for are done."""
+    """Before each collective of Lightning's, does the exchanges that other ranks may be waiting for."""
 
     @abstractmethod
     def ddps(self) -> list[DDP]:
         """The wrappers of the modules."""
 
     def announce(self) -> None:
-        """Other ranks may wait for an exchange that a step, skipped on this rank, has left undone: do it now."""
+        """Do the exchanges left undone because this rank skipped its step: other ranks may be waiting in them."""
         for ddp in self.ddps():
             if not ddp.transport.closed and not ddp.transport.failed:
                 ddp.transport.announce()
@@ -65,7 +65,7 @@ class AnnouncedCollectives(Strategy):
 
 
 def check_arguments(strategy: str, base: type, algorithm: Any, options: Mapping[str, Any]) -> None:
-    """Refuse, before processes are started, what could not work in any of them; `base` is Lightning's strategy."""
+    """Raise `ConfigError` for options that no rank could use, before processes start; `base` is Lightning's class."""
     for name in options:
         if name in REFUSED:
             raise ConfigError(f"{strategy} takes no {name}=: {REFUSED[name]}")
@@ -86,7 +86,7 @@ def default_backend(device: torch.device) -> str:
 
 
 def reduced(reduce: Callable[..., Any], tensor: Any, group: Any, reduce_op: Any) -> Any:
-    """What Lightning's `reduce` returns; of integers it is the mean rounded towards zero, as on Gloo."""
+    """What Lightning's `reduce` returns; a mean of integers is rounded towards zero, as on Gloo."""
     is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
     if not (isinstance(tensor, Tensor) and is_mean and dist.is_initialized()) or tensor.is_floating_point():
         return reduce(tensor, group, reduce_op)
@@ -94,8 +94,39 @@ def reduced(reduce: Callable[..., Any], tensor: Any, group: Any, reduce_op: Any)
     return total.copy_(total / dist.get_world_size(group))
 
 
+def gather(value: Any) -> list[Any]:
+    """The values of all ranks of Lightning's process group, by rank. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@torch.no_grad()
+def write_means(state: dict[str, Any], device: torch.device) -> None:
+    """Replace each floating-point or complex tensor in `state` by its mean over the ranks. Collective.
+
+    The tensors themselves are not written. Those of fewer than 32 bits are summed in 32.
+    """
+    wide = {
+        name: value.detach().to(device, torch.promote_types(value.dtype, torch.float32), copy=True)
+        for name, value in state.items()
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    }
+    for dtype in sorted({value.dtype for value in wide.values()}, key=str):
+        names = [name for name, value in wide.items() if value.dtype is dtype]
+        flat = torch.cat([wide[name].reshape(-1) for name in names])
+        dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
+        flat /= dist.get_world_size()
+        parts = torch.split(flat, [wide[name].numel() for name in names])
+        for name, part in zip(names, parts, strict=True):
+            old = state[name]
+            state[name] = part.reshape(old.shape).to(old.device, old.dtype, copy=True)
+
+
 def algorithm_state(ddp: DDP) -> dict[str, Any]:
-    """What the algorithm carries on this rank, also while gradients are accumulated. Collective."""
+    """The algorithm's state on this rank, also while gradients are being accumulated. Collective."""
     if not ddp.is_accumulating:
         return ddp.algorithm_state_dict()
     log.warning(

@@ -1,8 +1,9 @@
 """Each rank's own state, in files beside a checkpoint of Lightning's.
 
-Beside `folder/name.ckpt` they are `folder/replicas/name.ckpt/<id>-rank-<rank>.pt`. The checkpoint tells the id, and is
-written after them: so a kill at any moment leaves a checkpoint with its own files. Every method is collective, and an
-error on one rank is a `CheckpointError` on all.
+For `folder/name.ckpt` they are `folder/replicas/name.ckpt/<id>-rank-<rank>.pt`. The checkpoint holds the id and is
+written after them, so a kill at any moment leaves a checkpoint with its own files. Files are read and written by
+Lightning's CheckpointIO, perhaps in an object store, and after the DDP is closed: hence other files than those of
+`replica_state`. Functions are collective unless they say otherwise; an error on one rank is a `CheckpointError` on all.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from murmura.errors import CheckpointError
+from murmura.integrations.lightning.common import gather
 
 log = logging.getLogger("murmura")
 
@@ -28,17 +29,8 @@ KEY = "murmura"
 FORMAT = 1
 
 
-def gather(value: Any) -> list[Any]:
-    """The values of all ranks of the default process group."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def save(io: Any, path: Any, plain: dict[str, Any], own: Mapping[str, Any], *, differ: bool, options: Any) -> None:
-    """Write every rank's `own` state, then, on rank 0, `plain` to `path`; older files of own states go.
+    """Write every rank's `own` state, then, on rank 0, `plain` to `path`; remove the own states of an older save.
 
     Args:
         io: Lightning's CheckpointIO.
@@ -60,10 +52,10 @@ def save(io: Any, path: Any, plain: dict[str, Any], own: Mapping[str, Any], *, d
 
 
 def load(io: Any, path: Any, plain: Mapping[str, Any], **options: Any) -> dict[str, Any] | None:
-    """What this rank saved beside `plain`; None if it is of another program, or was moved here without these files.
+    """What this rank saved beside `plain`; None if murmura did not save it, or the files were not moved along.
 
-    With another number of ranks than at the save, replicas that were equal go on with what rank 0 saved, less the
-    algorithm's own state. Replicas that differed are refused: the plain file holds their mean.
+    With another number of ranks than at the save, replicas that were equal resume from rank 0's state, without the
+    algorithm's. Replicas that differed are refused: the plain file holds their mean.
     """
     about = plain.get(KEY)
     if about is None:
@@ -142,25 +134,3 @@ def _rank() -> int:
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-@torch.no_grad()
-def write_means(state: dict[str, Any], device: torch.device) -> None:
-    """Put, for each tensor of `state` that has one, its mean over the ranks in its place. Collective.
-
-    The tensors themselves stay as they are. Those of less than 32 bits are summed in 32.
-    """
-    wide = {
-        name: value.detach().to(device, torch.promote_types(value.dtype, torch.float32), copy=True)
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-    }
-    for dtype in sorted({value.dtype for value in wide.values()}, key=str):
-        names = [name for name, value in wide.items() if value.dtype is dtype]
-        flat = torch.cat([wide[name].reshape(-1) for name in names])
-        dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
-        flat /= _world_size()
-        parts = torch.split(flat, [wide[name].numel() for name in names])
-        for name, part in zip(names, parts, strict=True):
-            old = state[name]
-            state[name] = part.reshape(old.shape).to(old.device, old.dtype, copy=True)

@@ -24,6 +24,7 @@ from murmura.integrations.lightning.common import (
     check_arguments,
     default_backend,
     reduced,
+    write_means,
 )
 from murmura.integrations.replica_state import copied, load_algorithm, replicas_differ
 
@@ -198,11 +199,11 @@ class MurmuraStrategy(AnnouncedCollectives, DDPStrategy):
         if state["differ"]:
             for name in STATES:
                 if name in checkpoint:
-                    own_files.write_means(checkpoint[name], self.root_device)
+                    write_means(checkpoint[name], self.root_device)
             for name, of_callback in dict(checkpoint.get("callbacks", {})).items():
                 if isinstance(of_callback, dict) and of_callback.get(AVERAGES):
                     means = dict(of_callback[AVERAGES])
-                    own_files.write_means(means, self.root_device)
+                    write_means(means, self.root_device)
                     checkpoint["callbacks"] = {**checkpoint["callbacks"], name: {**of_callback, AVERAGES: means}}
         own = {"algorithm": state["algorithm"], "checkpoint": overlay}
         own_files.save(self.checkpoint_io, filepath, checkpoint, own, differ=state["differ"], options=storage_options)
