@@ -10,12 +10,11 @@ from torch import Tensor
 from murmura.algorithms.averaging_loop import AveragingLoop, mean_minus
 from murmura.algorithms.background_exchange import BackgroundExchanges, PendingExchange
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters, Replica
-from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.checks import at_least, at_least_one
 from murmura.algorithms.names import LOCAL_STEPS, register_algorithm
 from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import FlatWeights
 from murmura.buckets import Bucket
-from murmura.errors import ConfigError
 from murmura.types import Exchanges, ReduceOp
 
 if TYPE_CHECKING:
@@ -168,9 +167,7 @@ class AsyncModelAverageAlgorithm(Algorithm):
         at_least_one(sync_interval_ms=self.sync_interval_ms)
         if self.sync_interval_rounds is not None:
             at_least_one(sync_interval_rounds=self.sync_interval_rounds)
-        rounds = self.warmup_rounds
-        if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
-            raise ConfigError(f"warmup_rounds={rounds!r} must be a whole number, at least 0.")
+        at_least(0, warmup_rounds=self.warmup_rounds)
 
     def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
         if self.sync_interval_rounds is None:

@@ -1,4 +1,4 @@
-"""Choices that make no sense are refused where they are made."""
+"""Checks of an algorithm's options, where they are given; `DDP` uses them for its own."""
 
 from __future__ import annotations
 
@@ -32,14 +32,19 @@ def is_real(value: object) -> bool:
 
 
 def at_least_one(**choices: int) -> None:
-    """Raise `ConfigError` unless each of `choices` is a whole number from 1 on."""
+    """Raise `ConfigError` unless each of `choices` is a whole number, at least 1."""
+    at_least(1, **choices)
+
+
+def at_least(least: int, **choices: int) -> None:
+    """Raise `ConfigError` unless each of `choices` is a whole number, at least `least`."""
     for name, value in choices.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}={value!r} must be a whole number, at least 1.")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name}={value!r} must be a whole number, at least {least}.")
 
 
 def take_compressor(choices: object, compressor: object) -> None:
-    """Let `choices`, a frozen dataclass, hold `compressor`, which may be given by name; `ConfigError` if it is none."""
+    """Set the field `compressor` of `choices`, a frozen dataclass, to an object; `compressor` may be its name."""
     if isinstance(compressor, str):
         object.__setattr__(choices, "compressor", compressor_named(compressor))
     else:

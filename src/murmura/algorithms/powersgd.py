@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters, Replica
-from murmura.algorithms.checks import at_least_one, is_real, yes_or_no
+from murmura.algorithms.checks import at_least, at_least_one, is_real, yes_or_no
 from murmura.algorithms.compressed import wide
 from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.parameter_state import ParameterState
@@ -349,10 +349,7 @@ class PowerSGDAlgorithm(Algorithm):
         yes_or_no(warm_start=self.warm_start, error_feedback=self.error_feedback)
         if not is_real(self.min_compression_rate) or self.min_compression_rate < 1:
             raise ConfigError(f"min_compression_rate={self.min_compression_rate!r} must be a number, at least 1.")
-        for name in ("warmup_rounds", "seed"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigError(f"{name}={value!r} must be a whole number, at least 0.")
+        at_least(0, warmup_rounds=self.warmup_rounds, seed=self.seed)
 
     def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
         """After the warm-up, in which it sends what `GradientAllReduceAlgorithm` does."""

@@ -99,7 +99,7 @@ class DDP(TorchSurface):
         super().__init__()
         chosen = _given_or_default(algorithm)
         given, device_ids = split_positional(transport, device_ids)
-        words, caps, on_nonfinite = check_options(
+        arguments, bucket_bytes, on_nonfinite = check_options(
             bucket_size_bytes=bucket_size_bytes,
             broadcast_buffers=broadcast_buffers,
             ignore=ignore,
@@ -121,14 +121,14 @@ class DDP(TorchSurface):
             **others,
         )
         check_module(module, DDP)
-        words.check_for(module)
-        words.check_start(chosen)
+        arguments.check_for(module)
+        arguments.check_start(chosen)
         self.module = module
         self.forward_sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.parameters_to_ignore = ignored_names(module, ignore)
-        self._show_arguments(words, caps)
-        self._input_device = words.input_device(module)
-        self._transport = transport_for(module, transport=given, process_group=words.group)
+        self._show_arguments(arguments, bucket_bytes)
+        self._input_device = arguments.input_device(module)
+        self._transport = transport_for(module, transport=given, process_group=arguments.group)
         try:
             channel = self._transport.channel("ddp").without_listeners()
             self._replica = ModelReplica(module, channel, self.parameters_to_ignore, self.forward_sync_buffers)
@@ -141,7 +141,7 @@ class DDP(TorchSurface):
                 chosen,
                 world=self._transport,
                 owns_world=given is None,
-                bucket_bytes=caps,
+                bucket_bytes=bucket_bytes,
                 broadcasts_buffers=self.forward_sync_buffers,
                 verify_every=verify_every,
                 nonfinite=on_nonfinite,

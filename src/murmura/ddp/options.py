@@ -6,17 +6,18 @@ from collections.abc import Collection
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from murmura.ddp.torch_arguments import DEFAULT_BUCKET_BYTES, TorchArguments, check_flag
+from murmura.algorithms.checks import at_least, yes_or_no
+from murmura.ddp.torch_arguments import DEFAULT_BUCKET_BYTES, TorchArguments
 from murmura.errors import ConfigError
 from murmura.types import NonFinite, parse
 
-_TORCHS = {each.name for each in fields(TorchArguments)} - {"others"}
+_TORCH_NAMES = {each.name for each in fields(TorchArguments)} - {"others"}
 
 
 class Options(NamedTuple):
-    """What remains to be looked at when there is a module."""
+    """The checked options of which parts can only be applied, or checked further, when there is a module."""
 
-    torchs: TorchArguments
+    torch_arguments: TorchArguments
     bucket_bytes: list[int]  # of the first buckets and, last, of all others
     nonfinite: NonFinite
 
@@ -28,19 +29,19 @@ def check_options(
     ignore: Collection[str] = (),
     verify_every: int = 0,
     nonfinite: NonFinite | str = "pass",
-    **torchs: Any,
+    **others: Any,
 ) -> Options:
-    """Refuse what no module could be wrapped with; `torchs` are arguments of torch's class, and all that are unknown.
+    """Check the keyword arguments of `DDP`, which documents them; raise an error for what suits no module.
 
-    The names are those of `DDP`, which says what they mean.
+    `others` are the arguments of torch's class, and unknown ones, which are refused.
     """
-    for name, value, least in (("bucket_size_bytes", bucket_size_bytes, 1), ("verify_every", verify_every, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{name}={value!r} must be a whole number, at least {least}.")
-    check_flag("broadcast_buffers", broadcast_buffers)
+    at_least(1, bucket_size_bytes=bucket_size_bytes)
+    at_least(0, verify_every=verify_every)
+    yes_or_no(broadcast_buffers=broadcast_buffers)
     if isinstance(ignore, str):
         raise ConfigError(f"ignore={ignore!r} must be a list of names, such as [{ignore!r}].")
-    known = {name: value for name, value in torchs.items() if name in _TORCHS}
-    words = TorchArguments(**known, others={name: each for name, each in torchs.items() if name not in _TORCHS})
-    words.check()
-    return Options(words, words.bucket_bytes(bucket_size_bytes), parse(NonFinite, nonfinite, "nonfinite"))
+    known = {name: value for name, value in others.items() if name in _TORCH_NAMES}
+    unknown = {name: value for name, value in others.items() if name not in _TORCH_NAMES}
+    given = TorchArguments(**known, others=unknown)
+    given.check()
+    return Options(given, given.bucket_bytes(bucket_size_bytes), parse(NonFinite, nonfinite, "nonfinite"))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from murmura.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
+from murmura.algorithms.checks import yes_or_no
 from murmura.errors import ConfigError, UsageError
 
 log = logging.getLogger("murmura")
@@ -32,7 +33,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class TorchArguments:
-    """What was given to a DDP in torch's words."""
+    """The arguments of a DDP that torch's class has too; `others` are those that neither documents."""
 
     process_group: Any = None
     device_ids: Any = None
@@ -50,18 +51,19 @@ class TorchArguments:
     others: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Refuse what cannot be kept for any module."""
+        """Raise an error for what no module can be wrapped with."""
         for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "init_sync"):
-            check_flag(name, getattr(self, name))
+            yes_or_no(**{name: getattr(self, name)})
         if self.forward_sync_buffers is not None:
-            check_flag("forward_sync_buffers", self.forward_sync_buffers)
+            yes_or_no(forward_sync_buffers=self.forward_sync_buffers)
         if self.dim != 0:
             raise ConfigError(f"dim={self.dim!r}: a process has one device, so no input is scattered. Leave dim out.")
         if self.mixed_precision is not None:
             raise ConfigError(
-                "mixed_precision= is refused: torch's own fails on the CPU, and parameters with a second copy in "
-                "another dtype are none that DDP can keep together. Compute under torch.autocast(...), and exchange in "
-                "fewer bits with algorithm=GradientAllReduceAlgorithm(compressor=Cast(torch.bfloat16))."
+                "mixed_precision= is refused: it keeps a second copy of the parameters in another dtype, which DDP "
+                "cannot keep equal between the ranks, and torch's own fails on the CPU. Compute under "
+                "torch.autocast(...), and exchange in fewer bits with "
+                "algorithm=GradientAllReduceAlgorithm(compressor=Cast(torch.bfloat16))."
             )
         for name, value in self.others.items():
             if name not in _NEEDLESS | _REFUSED.keys():
@@ -91,7 +93,7 @@ class TorchArguments:
             )
 
     def check_for(self, module: nn.Module) -> None:
-        """Refuse what cannot be kept for `module`, before anything is sent."""
+        """Raise `ConfigError` for what does not suit `module`, before anything is sent."""
         sharded = [name for name, each in module.named_parameters() if hasattr(each, "device_mesh")]
         if self.device_mesh is not None and sharded:
             raise ConfigError(
@@ -112,7 +114,7 @@ class TorchArguments:
             log.warning("device_ids=%r is not used: the model is on the CPU, and stays there", self.device_ids)
 
     def check_start(self, algorithm: Algorithm) -> None:
-        """Refuse `init_sync=False` where an algorithm builds on equal weights: nobody would notice if they differ."""
+        """Refuse `init_sync=False` where an algorithm relies on equal weights: nobody would notice if they differ."""
         if not self.init_sync and not isinstance(algorithm, (GradientAllReduceAlgorithm, ByteGradAlgorithm)):
             raise ConfigError(
                 f"init_sync=False: {type(algorithm).__name__} starts from equal weights on all ranks. Leave init_sync "
@@ -130,7 +132,7 @@ class TorchArguments:
         return first.device if self.device_ids and first is not None and first.is_cuda else None
 
     def bucket_bytes(self, bucket_size_bytes: int) -> list[int]:
-        """The sizes of the first buckets and, last, of all others: in torch's words or ours."""
+        """The sizes of the first buckets and, last, of all others, from torch's arguments or from ours."""
         caps = [] if self.bucket_cap_mb is None else [self.bucket_cap_mb]
         caps += self.bucket_cap_mb_list or []
         if not caps:
@@ -146,7 +148,7 @@ class TorchArguments:
 
 
 def split_positional(transport: Any, device_ids: Any) -> tuple[Any, Any]:
-    """The transport and the device ids: `DDP(model, [rank])` gives the latter where torch's class has them."""
+    """The transport and the device ids: the second argument of torch's class, `DDP(model, [rank])`, is the latter."""
     if isinstance(transport, (list, tuple)):
         if device_ids is not None:
             raise ConfigError(f"device_ids are given twice: {transport!r} and {device_ids!r}. Give them once.")
@@ -169,12 +171,6 @@ def moved(inputs: Any, device: torch.device) -> Any:
     return inputs
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Raise `ConfigError` unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} must be True or False.")
-
-
 def _index(device: Any) -> int | None:
     try:
         return device if isinstance(device, int) else torch.device(device).index
@@ -185,7 +181,7 @@ def _index(device: Any) -> int | None:
 
 
 def ignored_names(module: nn.Module, ignore: Collection[str]) -> set[str]:
-    """What stays local: what DDP was told, and what torch's way of ignoring parameters has marked on the module."""
+    """What stays local: `ignore`, and the names that torch's way of ignoring parameters has left on the module."""
     marked = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     return {*ignore, *(own & set(marked))}

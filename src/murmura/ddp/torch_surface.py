@@ -44,15 +44,15 @@ class TorchSurface(nn.Module, Joinable):
         super().__init__()
         Joinable.__init__(self)
 
-    def _show_arguments(self, words: TorchArguments, bucket_bytes: Sequence[int]) -> None:
-        """Keep what torch's class was told under the public names it has there: scripts read them."""
-        self._torch_group = words.group
-        self.device_ids, self.output_device, self.dim = words.device_ids, words.output_device, words.dim
-        self.device_mesh, self.mixed_precision = words.device_mesh, words.mixed_precision
-        self.find_unused_parameters, self.static_graph = words.find_unused_parameters, words.static_graph
-        self.gradient_as_bucket_view = words.gradient_as_bucket_view
+    def _show_arguments(self, given: TorchArguments, bucket_bytes: Sequence[int]) -> None:
+        """Store the arguments under the public names that torch's class gives them: scripts read these."""
+        self._torch_group = given.group
+        self.device_ids, self.output_device, self.dim = given.device_ids, given.output_device, given.dim
+        self.device_mesh, self.mixed_precision = given.device_mesh, given.mixed_precision
+        self.find_unused_parameters, self.static_graph = given.find_unused_parameters, given.static_graph
+        self.gradient_as_bucket_view = given.gradient_as_bucket_view
         self.bucket_bytes_cap = bucket_bytes[-1]
-        self.bucket_bytes_cap_list = list(bucket_bytes) if words.bucket_cap_mb_list else []
+        self.bucket_bytes_cap_list = list(bucket_bytes) if given.bucket_cap_mb_list else []
         self.broadcast_bucket_size = BROADCAST_BYTES
 
     @property

@@ -72,7 +72,7 @@ def check_arguments(strategy: str, base: type, algorithm: Any, options: Mapping[
     lightnings = [name for name, each in inspect.signature(base).parameters.items() if each.kind != each.VAR_KEYWORD]
     chosen = check_options(**{name: value for name, value in options.items() if name not in lightnings})
     if algorithm is not None:
-        chosen.torchs.check_start(as_algorithm(algorithm))
+        chosen.torch_arguments.check_start(as_algorithm(algorithm))
     timeout = options.get("timeout")
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
         raise ConfigError(f"timeout={timeout!r} is no time above 0. Pass a timedelta, such as timedelta(minutes=30).")
