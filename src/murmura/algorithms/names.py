@@ -12,6 +12,7 @@ LOCAL_STEPS = 20
 """The interval of `local_sgd`, `async` and all that derive from `diloco` when they are asked for by name."""
 
 PLAIN = "gradient_allreduce"
+"""The name of the default algorithm, with which commands and studies compare the others."""
 
 _REGISTRY: Registry[Algorithm] = Registry(Algorithm, "algorithm", "murmura.algorithms")
 

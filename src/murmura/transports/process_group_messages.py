@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FOREVER = timedelta(days=1000)  # for a thread, which ends with the connections
 IDLE_SECONDS = 0.2  # after which a thread without messages ends
 TURN_SECONDS = 0.1  # between two looks of a program that waits at whether the channel still stands
-LINGER_SECONDS = 2.0  # for peers to receive what was sent before this rank leaves, and perhaps its process ends
+SENDING_SECONDS = 2.0  # for peers to receive what was sent, before this rank leaves or its process ends
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Streams:
         """The program ends and nobody closed this: end the waits of the threads, after sends had their time."""
         with self.changed:
             if not has_raised():
-                self.changed.wait_for(lambda: not self.in_flight(sends=True), LINGER_SECONDS)
+                self.changed.wait_for(lambda: not self.in_flight(sends=True), SENDING_SECONDS)
             in_flight = any(self._posted.values())
         if in_flight:
             channel.abort(reason_of_end(channel.reporter, "a message that nobody waited for"))
@@ -185,7 +185,7 @@ class ProcessGroupMessages(TaggedMessages):
             return
         with self._changed:
             if not self.channel.failed:
-                self._changed.wait_for(lambda: not self._streams.in_flight(sends=True), LINGER_SECONDS)
+                self._changed.wait_for(lambda: not self._streams.in_flight(sends=True), SENDING_SECONDS)
         self.channel.close()
         with self._changed:
             self._streams.closed = True

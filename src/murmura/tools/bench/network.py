@@ -24,11 +24,11 @@ from murmura import MurmuraError, Transport
 from murmura.algorithms import algorithm_names
 from murmura.tools import ranks
 from murmura.tools.bench.checks import check_in_step
+from murmura.tools.bench.ddp import TORCH_DDP
 from murmura.tools.bench.harness import Report, Sample, load, slowest, take_turns
 from murmura.tools.bench.models import MLP, Model
 from murmura.tools.bench.network_contestants import (
     BARE,
-    TORCH_DDP,
     TORCHS,
     exchanges_in_background,
     formula_bytes,
@@ -54,7 +54,7 @@ POLL_SECONDS = 0.02
 HEADER_BYTES = 14 + 20 + 32  # of a packet: Ethernet, IPv4, TCP with time stamps
 
 
-# The algorithms of which each has a name, and compressors that change how many bytes gradients take most.
+# Every algorithm by name, and plain all-reduce with the compressors that shrink gradients the most.
 CONTESTANTS = (
     *algorithm_names(),
     *(f"gradient_allreduce:compressor={name}" for name in ("uint4", "sign", "topk")),
@@ -170,7 +170,7 @@ def deadlines(spec: NetworkSpec, shapes: Sequence[Sequence[int]]) -> tuple[float
 
 def rows_at(rate: str, samples: Sequence[Sample], shapes: Sequence[Sequence[int]]) -> list[NetworkRow]:
     """The statistics of each sample at one rate, and how they compare with torch's DDP."""
-    torchs = next((each.seconds for each in samples if each.contestant == TORCH_DDP), None)
+    torch_seconds = next((each.seconds for each in samples if each.contestant == TORCH_DDP), None)
 
     def row(sample: Sample) -> NetworkRow:
         by_host = [statistics.fmean(each[SENT_BYTES] for each in of_rank) for of_rank in sample.figures]
@@ -187,7 +187,7 @@ def rows_at(rate: str, samples: Sequence[Sample], shapes: Sequence[Sequence[int]
             payload_bytes=sent - HEADER_BYTES * packets,
             formula_bytes=formula_bytes(sample.contestant, shapes, len(by_host)),
             in_flight_bytes=max(sample.by_round(BURST_BYTES)) or None,
-            ratio=torchs / sample.seconds if torchs is not None else None,
+            ratio=torch_seconds / sample.seconds if torch_seconds is not None else None,
             rounds=sample.rounds,
             batch=sample.batch,
         )

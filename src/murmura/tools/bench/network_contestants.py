@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 
 from murmura import Algorithm, GradientAllReduceAlgorithm, Transport
 from murmura.algorithms import algorithm_named
+from murmura.tools.bench.ddp import TORCH_DDP
 from murmura.tools.bench.models import Model
 from murmura.tools.bench.steps import Method, Wrapped, bare, murmura_ddp
 from murmura.tools.experiments.recipes import described_optimizer
 
-TORCH_DDP, FP16, POWER_SGD = "torch-ddp", "torch-ddp fp16", "torch-ddp powersgd"
+FP16, POWER_SGD = f"{TORCH_DDP} fp16", f"{TORCH_DDP} powersgd"
 TORCHS = (TORCH_DDP, FP16, POWER_SGD)
 BARE = "no communication"
 WARM_UP_STEPS = 3
@@ -42,7 +43,7 @@ def period(name: str) -> int:
 
 
 def exchanges_in_background(name: str) -> bool:
-    """Whether an exchange goes on during the steps that follow, and another begins only some steps later."""
+    """Whether an exchange continues during the following steps, and the next one begins only some steps later."""
     algorithm = algorithm_of(name)
     return algorithm is not None and algorithm.hides_exchange and algorithm.period > 1
 

@@ -25,7 +25,7 @@ NUM_BATCHES = 8  # of data, in rotation
 PHASES = ("forward", "backward", "optimizer")
 CPU = 1 + len(PHASES)  # where the figures of a batch hold the processor time; the interface's bytes and packets follow
 SENT_BYTES, SENT_PACKETS, BURST_BYTES = CPU + 1, CPU + 2, CPU + 3
-QUIET = 0.02  # of the bytes of a batch: a step that sends less sends nothing of an exchange
+QUIET = 0.02  # the share of a batch's bytes below which a step counts as one that sends nothing
 
 
 def nothing() -> None:
@@ -59,9 +59,9 @@ class Method:
 class TrainingStep(Contestant):
     """A method with its module, its optimizer, and its place in the data.
 
-    The figures of a batch are the seconds of a step, of each of its `PHASES`, the processor time of all threads, and,
-    if `traffic` counts what this host's interface has carried, bytes and packets that were sent, and the bytes of the
-    longest burst: of the steps from one that sends nothing to the next, where `counts_bursts` (otherwise 0).
+    The figures of a batch are the seconds of a step, of each of its `PHASES`, and the processor time of all threads. If
+    `traffic` counts what this host's interface carries, the bytes and packets sent follow, and the bytes of the longest
+    burst (consecutive steps that all send something), or 0 unless `counts_bursts`.
     """
 
     counts_bursts = False
@@ -129,7 +129,7 @@ class TrainingStep(Contestant):
 
 
 def longest_burst(sent: Sequence[int]) -> float:
-    """The most bytes that were sent in steps one after another, of which each sent some."""
+    """The most bytes sent in consecutive steps that all sent something; `sent` has the bytes of each step."""
     longest = current = 0
     for each in sent:
         current = current + each if each > QUIET * sum(sent) else 0

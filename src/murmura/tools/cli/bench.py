@@ -17,10 +17,10 @@ from murmura.tools.bench.compressors import CompressorsSpec, run_compressors
 from murmura.tools.bench.cuda_all_reduce import run_cuda_all_reduce
 from murmura.tools.bench.cuda_ddp import CAST, CudaDDPSpec, run_cuda_ddp
 from murmura.tools.bench.cuda_models import CUDA_MODELS
-from murmura.tools.bench.ddp import DDPSpec, run_ddp
+from murmura.tools.bench.ddp import TORCH_DDP, DDPSpec, run_ddp
 from murmura.tools.bench.ddp_report import report_of
 from murmura.tools.bench.models import MODELS
-from murmura.tools.bench.network import NetworkSpec, run_network
+from murmura.tools.bench.network import MIN_ROUNDS, NetworkSpec, run_network
 from murmura.tools.bench.network_contestants import TORCHS
 from murmura.tools.bench.sizes import format_size, parse_size
 from murmura.tools.cli.bench_tables import (
@@ -41,7 +41,6 @@ from murmura.transports.decorators.throttled import parse_rate
 from murmura.types import parse
 
 MAX_RANKS = 64
-TORCH_DDP = "torch-ddp"
 
 
 class Device(StrEnum):
@@ -61,7 +60,7 @@ Json = Annotated[Path | None, typer.Option(help=JSON_HELP, metavar="FILE")]
 Against = Annotated[
     str,
     typer.Option(
-        help="Alternatives to measure: torch-ddp, which is torch's DDP on Gloo, on a GPU on NCCL (and its hooks, too).",
+        help=f"Alternatives to measure: {TORCH_DDP}, torch's DDP on Gloo, or, on a GPU, on NCCL and with its hooks.",
         metavar="PEERS",
     ),
 ]
@@ -147,7 +146,7 @@ def ddp(
     models: Annotated[
         str,
         typer.Option(
-            help=f"Models to train: a list of {', '.join(MODELS)}; on a GPU {', '.join(CUDA_MODELS)}. Else all.",
+            help=f"Models to train: a list of {', '.join(MODELS)}; on a GPU {', '.join(CUDA_MODELS)}. Default: all.",
             metavar="LIST",
         ),
     ] = "",
@@ -170,15 +169,16 @@ def ddp(
 ) -> None:
     """Time training steps (forward, backward, optimizer) of murmura's DDP and of torch's in the same processes.
 
-    Both train the same model on the same data, each rank with its share of the cores for torch's threads
-    (OMP_NUM_THREADS=1 gives it one); so do murmura with nothing in flight during backward, and the bare module, which
-    communicates nothing. One rank alone is always measured. They take turns, round
-    by round; a time is the median over all rounds of the slowest rank. Then the gain of overlap is measured on a link
-    so slow that communication takes about as long as backward, and the memory that a rank uses, in processes of their
-    own.
+    Four contestants train the same model on the same data: murmura, murmura with nothing in flight during backward,
+    torch's DDP, and the bare module, which communicates nothing. Each rank has its share of the cores for torch's
+    threads (OMP_NUM_THREADS=1 gives it one). A single rank is always measured, too. The contestants take turns, round
+    by round; a time is the median over all rounds of the slowest rank. Then two more figures are measured in processes
+    of their own: the gain from overlap, on a link so slow that communication takes about as long as backward, and the
+    memory that a rank uses.
 
     With `--device cuda` several NCCL ranks share one GPU. A step is timed until the GPU is done, until the host is
-    free, and in a row; the figures compare schedules and bytes on loopback sockets, and say nothing of several GPUs.
+    free, and in a sequence of steps. The figures compare schedules and bytes on loopback sockets; they say nothing
+    about several GPUs.
 
     For example: `murmura bench ddp --ranks 2,4 --models charlm --against torch-ddp --json result.json`
     """
@@ -274,7 +274,8 @@ def network(
         typer.Option(help=f"Forms of torch's DDP on Gloo to measure: a list of {', '.join(TORCHS)}.", metavar="LIST"),
     ] = ",".join(TORCHS),
     seconds: Annotated[
-        float, typer.Option(help="Seconds to measure each rate, all contestants together; at least 3 rounds.")
+        float,
+        typer.Option(help=f"Seconds to measure each rate, all contestants together; at least {MIN_ROUNDS} rounds."),
     ] = DEFAULTS.seconds,
     json: Json = None,
 ) -> None:

@@ -8,6 +8,7 @@ from typing import TypeVar
 from rich.table import Table
 from rich.text import Text
 
+from murmura.algorithms.names import PLAIN
 from murmura.tools.bench.all_reduce import AllReduceReport
 from murmura.tools.bench.c10d import C10dReport
 from murmura.tools.bench.c10d_contestants import ALLOCATED as GROUP_ALLOCATED
@@ -210,8 +211,8 @@ def network_table(report: NetworkReport, rate: str) -> Table:
 
 def slower_than_all_reduce(rows: list[NetworkRow]) -> str:
     """Name the contestants that are slower than plain all-reduce at this rate."""
-    plain = next((row for row in rows if row.algorithm == "gradient_allreduce"), None)
+    plain = next((row for row in rows if row.algorithm == PLAIN), None)
     if plain is None:
-        return "gradient_allreduce was not measured"
+        return f"{PLAIN} was not measured"
     beaten = [row.algorithm for row in rows if row.step_ms > plain.step_ms and row.algorithm != NO_COMMUNICATION]
-    return f"plain gradient_allreduce is faster than {', '.join(beaten) if beaten else 'nobody'} here"
+    return f"plain {PLAIN} is faster than {', '.join(beaten) if beaten else 'nobody'} here"

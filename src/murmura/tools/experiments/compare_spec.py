@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from murmura.algorithms.names import LOCAL_STEPS, algorithm_named
+from murmura.algorithms.names import LOCAL_STEPS, PLAIN, algorithm_named
 from murmura.errors import ConfigError
 from murmura.tools.experiments.recipes import check_formula, parse_algorithms
 from murmura.tools.experiments.settings import check_device
@@ -13,7 +13,7 @@ from murmura.transports.decorators.throttled import parse_rate
 
 LOCAL = "local"
 TORCH_DDP = "torch DDP"
-BASELINE = "gradient_allreduce"
+BASELINE = PLAIN
 BLOCK_STEPS = LOCAL_STEPS
 """Steps of a contestant's turn: a multiple of every algorithm's interval."""
 

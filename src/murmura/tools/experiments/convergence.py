@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from murmura.algorithms import algorithm_named
+from murmura.algorithms.names import PLAIN, algorithm_named
 from murmura.errors import ConfigError
 from murmura.launch import run_world
 from murmura.tools.experiments.loop import Training
@@ -49,7 +49,6 @@ LINK = 4.0
 SHARE_OF_BYTES = 1 / 15
 EVALUATIONS = 20
 BUDGETS = ("steps", "unlike", "time", "bytes")
-PLAIN = "gradient_allreduce"
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from murmura.algorithms.names import PLAIN
 from murmura.errors import ConfigError
 from murmura.tools.experiments.charts import Axis, Line, LineChart
 from murmura.tools.experiments.convergence import (
     BUDGETS,
-    PLAIN,
     RATES,
     Method,
     Results,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from murmura.algorithms import algorithm_named
+from murmura.algorithms.names import PLAIN, algorithm_named
 from murmura.errors import ConfigError
 from murmura.tools.experiments.tasks import task_named
 from murmura.transports.decorators.throttled import parse_rate
@@ -37,7 +37,7 @@ class TrainSettings:
 
     task: str = "charlm"
     ranks: int = 4
-    algorithm: str = "gradient_allreduce"
+    algorithm: str = PLAIN
     steps: int = 400
     transport: str = "shared_memory"
     device: str = "cpu"  # on "cuda" all ranks share one GPU
