@@ -83,7 +83,7 @@ def test_a_name_is_taken_once_and_must_be_one() -> None:
         with pytest.raises(ConfigError, match="cannot name"):
             shapes.register(name)
     shapes.register("five")(lambda: 5)
-    with pytest.raises(ConfigError, match="made 5, which is none"):
+    with pytest.raises(ConfigError, match="made 5, which is no shape"):
         shapes.make("five")
 
 
@@ -204,6 +204,19 @@ def test_a_package_that_cannot_be_loaded_does_not_hide_the_others() -> None:
     assert lines["rare"] == "Rare(interval=10, average_moments=False)"
     assert lines["broken"].startswith("cannot be used: algorithm='broken' is announced as 'outside_murmura:Missing'")
     assert "Repair or remove the package outside-murmura" in lines["broken"]
+
+
+@pytest.mark.usefixtures("package")
+def test_a_name_that_two_packages_announce_differently_is_refused(tmp_path: Path) -> None:
+    for dist, kind in (("another_murmura", "Rare"), ("a_copy_of_murmura", "Nothing")):
+        info = tmp_path / f"{dist}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[murmura.algorithms]\n{kind.lower()} = outside_murmura:Nothing\n")
+    assert "Nothing(" in repr(algorithm_named("nothing"))  # announced twice, as the same class
+    with pytest.raises(ConfigError, match=r"'rare' is announced .* 'outside_murmura:Rare' \(outside-murmura\)"):
+        algorithm_named("rare")
+    assert "rare" in algorithm_names()
 
 
 @pytest.mark.usefixtures("package")

@@ -1,4 +1,4 @@
-"""Things that users choose by name: built in, added by a decorator, or announced by an installed package.
+"""Things that users choose by name: built in, added by a decorator, or, last, announced by an installed package.
 
 A name takes options, the same wherever a name is accepted: "diloco:interval=50:compressor=uint4". An option that is
 itself a name with options stands in parentheses: "diloco:compressor=topk(ratio=0.05)".
@@ -85,7 +85,7 @@ class Registry(Generic[T]):
             )
         made = entry.make(**chosen)
         if not isinstance(made, self._kind):
-            raise ConfigError(f"{self._word}={text!r}: {_place(entry.make)} made {made!r}, which is none.")
+            raise ConfigError(f"{self._word}={text!r}: {_place(entry.make)} made {made!r}, which is no {self._word}.")
         return made
 
     def _entry(self, name: str) -> _Entry:
@@ -94,21 +94,28 @@ class Registry(Generic[T]):
             if name not in announced:
                 known = ", ".join(map(repr, self.names()))
                 raise ConfigError(f"{self._word}={name!r} is unknown. Known: {known}.")
-            point = announced[name]
-            try:
-                make = point.load()
-            except (ImportError, AttributeError) as error:
-                package = f" {point.dist.name}" if point.dist else ""
+            points = announced[name]
+            if len({point.value for point in points}) > 1:
+                claims = " and ".join(sorted(f"{point.value!r} ({_package(point)})" for point in points))
                 raise ConfigError(
-                    f"{self._word}={name!r} is announced as {point.value!r}, which cannot be loaded: {error}. "
-                    f"Repair or remove the package{package}, or name what you want instead."
+                    f"{self._word}={name!r} is announced by several packages: {claims}. Remove all but one of them."
+                )
+            try:
+                make = points[0].load()
+            except (ImportError, AttributeError) as error:
+                raise ConfigError(
+                    f"{self._word}={name!r} is announced as {points[0].value!r}, which cannot be loaded: {error}. "
+                    f"Repair or remove the package {_package(points[0])}, or choose another {self._word}."
                 ) from error
             if name not in self._entries:  # its module may have registered it by the decorator
                 self._entries[name] = _Entry(self._adapt(make) if self._adapt else make, {})
         return self._entries[name]
 
-    def _announced(self) -> dict[str, EntryPoint]:
-        return {each.name: each for each in entry_points(group=self._group)}
+    def _announced(self) -> dict[str, list[EntryPoint]]:
+        found: dict[str, list[EntryPoint]] = {}
+        for each in entry_points(group=self._group):
+            found.setdefault(each.name, []).append(each)
+        return found
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
@@ -153,6 +160,10 @@ def _value(text: str) -> Any:
     except (ValueError, SyntaxError):
         return text
     return value if isinstance(value, int | float) else text
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist else "unknown"
 
 
 def _place(make: Callable[..., Any]) -> str:

@@ -171,8 +171,8 @@ def mean_num_peers(topology: Topology, num_ranks: int) -> float:
 
 
 def take_topology(choices: object, topology: object) -> None:
-    """Let `choices`, a frozen dataclass, hold `topology`, which may be given by name; `ConfigError` if it is none."""
+    """Set the field `topology` of `choices`, a frozen dataclass, to a function; `topology` may be its name."""
     if isinstance(topology, str):
         object.__setattr__(choices, "topology", topology_named(topology))
     elif not callable(topology):
-        raise ConfigError(f"topology={topology!r} is none: give a name, or a function of (rank, size, number).")
+        raise ConfigError(f"topology={topology!r} is no topology: give a name, or a function of (rank, size, number).")
