@@ -1,4 +1,4 @@
-"""What algorithms that exchange weights after the optimizer's step have in common."""
+"""The base of algorithms that exchange weights after the optimizer's step."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 class AfterStepImpl(AlgorithmImpl, ABC):
-    """Calls `communicate` once for each round that `is_due`: on every rank as often, whichever steps are skipped.
+    """Calls `communicate` after the optimizers' steps, once for each round that `is_due`, equally often on every rank.
 
-    That is after the optimizers' steps. A rank that skipped its step communicates before its next round, or as soon as
-    it would wait for others in an operation of the user's while these wait for it. It cannot know by itself whether
-    its step was skipped or is still to come, so the ranks vote: they communicate if any has stepped. Where nobody waits
-    for the exchange that follows a step, it begins with the vote, so that nobody waits for that either.
+    A rank that skipped its step (a GradScaler found an infinity, say) must still take part. It communicates before its
+    next round, or earlier if it is about to wait for others in an operation of the user's, while these may wait for it
+    here. It cannot tell whether its own step was skipped or is still to come, so the ranks vote: they communicate if
+    any of them has stepped. An exchange in the background begins with the vote, so that no rank waits for the vote.
     """
 
     exchanges = Exchanges.WEIGHTS
     due_round = -1
-    """The round that `communicate` is called for."""
+    """The round after which `communicate` is being called."""
 
     has_voted = False
-    """Whether the ranks have voted when `communicate` is called; if not, the exchange that it starts begins so."""
+    """Whether the ranks have voted when `communicate` is called; if not, the exchange that it starts calls `vote`."""
 
     _is_last_due = False
     _is_restarted = False  # other weights were loaded, which may differ between the ranks
@@ -48,18 +48,18 @@ class AfterStepImpl(AlgorithmImpl, ABC):
         """Exchange the weights and write them."""
 
     average_moments = False
-    """Whether what optimizers remember is averaged with every exchange of weights."""
+    """Whether the optimizers' moments are averaged with every exchange of weights."""
 
     def averages_moments_after(self, number: int) -> bool:
-        """Whether what optimizers remember is averaged after round `number`, in which the ranks communicate."""
+        """Whether the optimizers' moments are averaged after round `number`, in which the ranks communicate."""
         return self.average_moments
 
     def waits_after(self, number: int) -> bool:
-        """Whether this rank waits for others when it communicates after round `number`: then they vote before."""
+        """Whether `communicate` waits for other ranks after round `number`; then they vote before it is called."""
         return True
 
     def channel_beside(self, number: int) -> Transport | None:
-        """Where the exchange travels that begins after round `number` and does not wait; None if none begins."""
+        """The channel of the exchange in the background that begins after round `number`; None if none begins."""
         return None
 
     @abstractmethod
@@ -67,7 +67,7 @@ class AfterStepImpl(AlgorithmImpl, ABC):
         """Exchange `weights` from now on, which are equal on all ranks."""
 
     def start_from_mean(self) -> None:
-        """Let the ranks, which may have loaded different weights, go on from what is derived from their mean."""
+        """Reset what was derived from the weights to their mean: the ranks may have loaded different weights."""
 
     def setup(self, replica: Replica) -> None:
         self._replica = replica
@@ -108,7 +108,7 @@ class AfterStepImpl(AlgorithmImpl, ABC):
             average_known_moments(self._replica)
 
     def _has_any_stepped(self, here: bool) -> bool:
-        """Whether a rank has stepped, or will not: so that the exchange is due now."""
+        """Whether the oldest exchange is due now: a rank has stepped, or knows that its step was skipped."""
         number = self._due[0]
         waits = self._is_restarted or self.waits_after(number)
         channel = self.process_group if waits else self.channel_beside(number)
@@ -118,8 +118,11 @@ class AfterStepImpl(AlgorithmImpl, ABC):
         return self.vote(channel, number, here)
 
     def vote(self, channel: Transport, number: int, here: bool) -> bool:
-        """Whether this rank or another has stepped, or will not, after round `number`. Collective, in any thread."""
-        # Where the transport works: on a GPU the host then does not wait, for whoever votes yes knows the outcome.
+        """Whether any rank votes yes (`here` on this one) for the exchange after round `number`.
+
+        Collective, from any thread.
+        """
+        # On the transport's device: on a GPU the host need not wait, because whoever votes yes knows the outcome.
         device = channel.device
         vote = torch.full((1,), int(here), dtype=torch.int32, device="cpu" if device is None else device)
         try:
@@ -127,8 +130,8 @@ class AfterStepImpl(AlgorithmImpl, ABC):
         except PeerTimeout as error:
             error.add_note(
                 f"Rank {error.peer} has not come to the exchange of weights after round {number}. Did it skip its "
-                "optimizer's step? Then it comes before its next forward or murmura collective; one of "
-                "torch.distributed's own cannot be seen, and must not stand between."
+                "optimizer's step? Then it comes before its next forward or murmura collective. murmura cannot see "
+                "collectives of torch.distributed: call ddp.settle() before them."
             )
             raise
         return here or bool(vote.item())
@@ -144,9 +147,9 @@ class AfterStepImpl(AlgorithmImpl, ABC):
         self._is_restarted = True
 
     def take_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned; what it says nothing of stays as `use` has left it."""
+        """Take over what `state_dict` returned; what is not in it stays as `use` has left it."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was saved: the weights that were loaded before are those that belong to it."""
+        """Resume from `state`; the weights that belong to it have been loaded before."""
         self.take_state(state)
         self._is_restarted = False

@@ -85,9 +85,9 @@ class AlgorithmImpl:
     """Whether gradients come back as a mean, which uneven data then weights."""
 
     weighs_first = False
-    """Whether uneven data weights the gradients before their exchange, and not the mean that comes back.
+    """Whether uneven data weights the gradients before their exchange, instead of the mean that comes back.
 
-    So where messages carry more than gradients, such as what earlier ones lost, which must count once.
+    For algorithms whose messages also carry residuals of earlier ones, which must not be weighted again.
     """
 
     def __init__(self, process_group: Transport, **choices: Any) -> None:
@@ -218,7 +218,7 @@ class Algorithm:
 
     @property
     def hides_exchange(self) -> bool:
-        """Whether an exchange travels while the next gradients are computed, so that a step may take no longer."""
+        """Whether an exchange runs while the next gradients are computed, so that it may cost no time."""
         return False
 
     @property
@@ -227,5 +227,5 @@ class Algorithm:
         return True
 
     def own_optimizer(self, parameters: Iterable[nn.Parameter], lr: float, num_steps: int) -> Optimizer | None:
-        """The optimizer that it needs, for a run of `num_steps`; None if it works with any."""
+        """The optimizer that the algorithm needs, for a run of `num_steps`; None if it works with any."""
         return None

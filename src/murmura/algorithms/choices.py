@@ -1,4 +1,4 @@
-"""An algorithm's choices as text, which is equal on two ranks if these chose the same.
+"""An algorithm's options as text, which is equal on two ranks if they were given the same options.
 
 Only what means the same in every process goes in: types, plain values, and fields of dataclasses but for those with
 ``compare=False``. A function, a tensor, a device, or what an object of another kind holds may differ between ranks.
@@ -48,7 +48,7 @@ def _call(name: str, options: Mapping[str, Any]) -> str:
 
 
 def _plain_text(value: Any) -> str | None:
-    """A value that means the same on every rank; None if it is no such one."""
+    """The text of a value that means the same on every rank; None for any other value."""
     if isinstance(value, Enum):
         return f"{type(value).__name__}.{value.name}"
     if value is None or isinstance(value, bool | str | bytes | complex | torch.dtype):

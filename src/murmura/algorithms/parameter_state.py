@@ -12,11 +12,11 @@ from murmura.buckets import Bucket
 
 
 class ParameterState:
-    """A tensor for each parameter, which an algorithm replaces, and never writes into.
+    """A tensor for each parameter, which an algorithm replaces and never writes into.
 
-    `flat` and `set_flat` read and replace those of a bucket's parameters end to end. A round whose step is skipped can
-    be undone: `keep` before the round, then `restore`, or `forget_kept` when the step is taken. So can that part of it
-    that came to nothing, because no rank used a parameter: `restore_those_of`.
+    `flat` and `set_flat` read and replace the tensors of a bucket's parameters as one flat tensor. A round whose step
+    is skipped can be undone: call `keep` before the round, then `restore`, or `forget_kept` if the step is taken.
+    `restore_those_of` undoes it for some parameters only, those that no rank used.
     """
 
     def __init__(self) -> None:
@@ -34,9 +34,9 @@ class ParameterState:
         self._flats = {}
 
     def flat(self, bucket: Bucket, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensors of the bucket's parameters, each as long as its parameter, end to end; zeros where is none yet.
+        """The tensors of the bucket's parameters, concatenated; zeros for a parameter that has none yet.
 
-        In the bucket's dtype, or in `dtype`.
+        In `dtype`, or, if that is None, in the bucket's.
         """
         names = tuple(bucket.names)
         if names not in self._flats:
@@ -61,16 +61,16 @@ class ParameterState:
             self._kept = dict(self._tensors)
 
     def forget_kept(self) -> None:
-        """What followed `keep` has been applied."""
+        """Drop what was kept: what followed `keep` has been applied."""
         self._kept = None
 
     def restore(self) -> None:
-        """What followed `keep` has been thrown away: take back the tensors that were kept."""
+        """Take back the tensors that were kept: what followed `keep` was not applied."""
         if self._kept is not None:
             self._tensors, self._kept, self._flats = self._kept, None, {}
 
     def restore_those_of(self, names: Collection[str]) -> None:
-        """What followed `keep` has been thrown away of some parameters: take back theirs; the others stay."""
+        """Take back the kept tensors of the parameters `names`; the others stay as they are."""
         if self._kept is None:
             return
         for name in names:

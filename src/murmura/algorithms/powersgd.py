@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 MESSAGE_BYTES = 64 * 1024
-"""First factors wait for those of further buckets until there are so many bytes: a short message costs as much time."""
+"""First factors are collected over buckets until they take this many bytes: a shorter message takes as much time."""
 
 
 class _Matrix(NamedTuple):

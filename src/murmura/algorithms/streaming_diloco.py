@@ -15,7 +15,7 @@ from murmura.compressors import Compressor
 from murmura.errors import ConfigError
 
 MOST_OVERLAP = 5
-"""The rounds of an exchange unless they are given: so long the paper sees no harm."""
+"""The largest default `overlap` in rounds: up to it the paper finds no loss in quality."""
 
 
 class StreamingDiLoCoAlgorithmImpl(DiLoCoAlgorithmImpl):

@@ -49,7 +49,7 @@ def _average_weights(replica: Replica, weight: float, timeout: float) -> None:
 
 @torch.no_grad()
 def average_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None:
-    """Average what `optimizers` remember: equal weights drift apart again if the moments that move them differ."""
+    """Average the moments of `optimizers`: with different moments, equal weights would drift apart again."""
     _complete_moments(replica, optimizers)
     moments = list(_moments(replica, optimizers))
     layout = zlib.crc32("; ".join(name for name, _ in moments).encode())
@@ -67,7 +67,7 @@ def average_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None:
 
 
 def average_known_moments(replica: Replica) -> None:
-    """As `average_moments`, for all optimizers that have stepped; nothing where not all ranks have taken a step yet."""
+    """As `average_moments`, for all optimizers that have stepped; does nothing until every rank has taken a step."""
     optimizers = replica.optimizers
     least, most = _extremes(replica, len(optimizers))
     if least == most > 0:
@@ -114,7 +114,7 @@ def _check_as_many(replica: Replica, num_optimizers: int) -> None:
 
 
 def _moments(replica: Replica, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Tensor]]:
-    """What optimizers remember of each parameter, as far as it has a mean, by a name that is the same on all ranks."""
+    """The floating-point state of each parameter in `optimizers`, with a name that is the same on all ranks."""
     for index, optimizer in enumerate(optimizers):
         for name, parameter in zip(replica.names, replica.parameters, strict=True):
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):

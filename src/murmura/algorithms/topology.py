@@ -155,7 +155,7 @@ def neighbours_of_all(topology: Topology, size: int, number: int) -> list[Neighb
 
 
 def column_sums(found: Sequence[Neighbours]) -> list[float]:
-    """What all ranks make of each rank's weights: 1 everywhere if the sum over the ranks stays what it is."""
+    """The sum of the weights that all ranks give to each rank; 1 everywhere if an exchange keeps the sum over ranks."""
     sums = [each.weights[0] for each in found]
     for each in found:
         for peer, weight in zip(each.receives_from, each.weights[1:], strict=True):

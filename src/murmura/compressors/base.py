@@ -26,11 +26,10 @@ class Compressor(ABC):
 
     @property
     def gathers(self) -> bool:
-        """How the payloads of all ranks become a mean.
+        """Whether every rank receives the payloads of all ranks and averages them itself.
 
-        If not, each rank decodes and averages one chunk of the values for all, and encodes the mean again: what it
-        sends does not grow with the number of ranks. If it does, every rank gets the payloads of all, decodes them and
-        adds them up: for values that are sparse, of which the mean is less so.
+        That suits sparse values, whose mean is less sparse. Otherwise each rank decodes and averages one chunk of the
+        values for all and encodes the mean again, so that what it sends does not grow with the number of ranks.
         """
         return False
 
@@ -81,14 +80,14 @@ class Compressor(ABC):
 
     @property
     def residual(self) -> Tensor | None:
-        """What is left over for each element of the last tensor; None if nothing is kept.
+        """What compression lost of each element so far; None if nothing is kept.
 
         The next tensor may overwrite it: see `lend_residual`.
         """
         return None
 
     def lend_residual(self) -> Tensor | None:
-        """The residual, for one who holds it while others are compressed: the next one takes memory of its own."""
+        """The residual, for a caller that holds on to it: the next tensor's residual then gets memory of its own."""
         return self.residual
 
     def set_residual(self, residual: Tensor | None) -> None:  # noqa: B027  # most keep none

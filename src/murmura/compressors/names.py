@@ -37,10 +37,10 @@ _REGISTRY: Registry[Compressor] = Registry(Compressor, "compressor", "murmura.co
 def register_compressor(name: str, *, feedback: bool = False, **defaults: Any) -> Callable[[Maker], Maker]:
     """A decorator that gives a `Compressor`, or a function that makes one, a name.
 
-    `feedback` says whether the name stands for it inside `ErrorFeedback`, as compressors need that drop most of what
-    they are given; the option feedback=true or feedback=false of the name changes that, and the option `decay` is that
-    of the feedback. `defaults` are the choices that the name stands for. A package announces its compressors as entry
-    points of the group `murmura.compressors`.
+    With `feedback` the name means the compressor inside `ErrorFeedback`, which compressors need that drop most of their
+    input; the option feedback=true or feedback=false of a name overrides that, and the option decay= is passed to
+    `ErrorFeedback`. `defaults` are keyword arguments that options override. A package announces its compressors as
+    entry points of the group `murmura.compressors`.
     """
 
     def add(make: Maker) -> Maker:

@@ -21,9 +21,9 @@ LONGEST_CHUNK = 2**15
 class TopKTwoBit(Compressor):
     """Sends the `count` elements of each chunk that are largest in magnitude: place, sign, and one of two magnitudes.
 
-    Of those elements, the ones from their mean magnitude on are sent as the mean of these, the others as the mean of
-    the others. Zeros stay zero. A chunk that holds an infinity or a NaN decodes to some. Payloads are gathered, as
-    those of `TopK`.
+    The elements sent are split at their mean magnitude into large and small ones; each is decoded as the mean magnitude
+    of its half, with its sign. Zeros stay zero. A chunk that holds an infinity or a NaN decodes to such values, too.
+    Payloads are gathered, as those of `TopK` are.
     """
 
     chunk_size: int = 4096
