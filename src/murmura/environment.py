@@ -219,9 +219,9 @@ def read_environment(env: Mapping[str, str] | None = None) -> tuple[dict[str, An
 
 
 def set_torchrun_variables() -> bool:
-    """Tell this rank's place in torchrun's variables too, if SLURM or MPI has told it, for code that reads no others.
+    """Set torchrun's variables from those of SLURM or MPI, for code that reads only torchrun's.
 
-    Returns whether it did. A ConfigError if the launcher's variables are incomplete.
+    Returns False if another launcher, or none, started this process. Raises `ConfigError` if variables are missing.
     """
     variables = Variables(os.environ)
     launcher = find_launcher(variables.env)
@@ -231,7 +231,7 @@ def set_torchrun_variables() -> bool:
     if variables.faults:
         raise ConfigError(" ".join(variables.faults))
     host, _, port = (place["coordinator_addr"] or "").rpartition(":")
-    told = {
+    values = {
         "RANK": place["rank"],
         "WORLD_SIZE": place["world_size"],
         "LOCAL_RANK": place.get("local_rank"),
@@ -239,7 +239,7 @@ def set_torchrun_variables() -> bool:
         "MASTER_ADDR": host.strip("[]") or None,
         "MASTER_PORT": port or None,
     }
-    os.environ.update({name: str(value) for name, value in told.items() if value is not None})
+    os.environ.update({name: str(value) for name, value in values.items() if value is not None})
     return True
 
 

@@ -145,14 +145,14 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
             self._hierarchy.spread(flat)
 
     def _neighbours(self, topology: Topology, leaders: Transport, number: int) -> Neighbours:
-        """What this leader does in exchange `number`; refused if it would move the mean of the replicas."""
+        """The neighbours of this leader in exchange `number`; refused if that would change the mean of the replicas."""
         found = neighbours_of_all(topology, leaders.world_size, number)
         sums = [*column_sums(found), *(sum(each.weights) for each in found)]
         if any(abs(total - 1) > 1e-9 for total in sums):
             raise ConfigError(
-                f"topology={topology!r}, exchange {number}: not all weights of what a rank receives, and of what it "
-                "hands out, sum up to 1, so plain averages would be biased. PushSumAlgorithm takes such a graph, if "
-                "what a rank hands out does."
+                f"topology={topology!r}, exchange {number}: the weights with which a rank receives, and those with "
+                "which it hands out, must each sum up to 1; otherwise plain averages would be biased. Correct them, or "
+                "use PushSumAlgorithm, which only needs what a rank hands out to sum up to 1."
             )
         return found[leaders.rank]
 

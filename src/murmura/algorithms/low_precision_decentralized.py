@@ -63,9 +63,9 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
         self._hierarchy = Hierarchy(process_group, self.hierarchical)
         if not self._hierarchy.is_even:
             raise ConfigError(
-                f"hierarchical=True puts {list(self._hierarchy.shares)} ranks on the hosts, and the exchange with two "
-                "neighbours knows no weights. Use as many ranks on every host, hierarchical=False, or "
-                "DecentralizedAlgorithm, which weighs hosts."
+                f"hierarchical=True needs equally many ranks on every host, and the hosts have "
+                f"{list(self._hierarchy.shares)}: the exchange with two neighbours cannot weight them. Use "
+                "hierarchical=False, or DecentralizedAlgorithm, which weights hosts by their ranks."
             )
 
     def use(self, weights: FlatWeights) -> None:
@@ -193,9 +193,9 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
         saved_place = None if state["ring"] is None else tuple(state["ring"])
         if saved_place != place:
             raise ConfigError(
-                f"this state was saved at place {saved_place} (rank, size) of the ring, and here it is {place}: the "
-                "replicas of two neighbours it holds are of other ranks now. Go on with the same ranks in the same "
-                "places, or start the algorithm anew from averaged weights (ddp.average_parameters())."
+                f"this state was saved at place {saved_place} (rank, size) of the ring, and here it is {place}: it "
+                "holds the weights of two neighbours that are not this rank's neighbours now. Resume with the same "
+                "ranks in the same places, or restart the algorithm from averaged weights (ddp.average_parameters())."
             )
         for saved in (state["w"], state["left"], state["right"]):
             self._weights.check_by_name(saved)

@@ -16,7 +16,7 @@ from murmura.errors import ConfigError, UsageError
 from murmura.transports.base import Transport
 
 BROADCAST_BYTES = 250 * 2**20
-"""So much of a model is copied at a time to be broadcast."""
+"""How much of a model is copied at a time for a broadcast."""
 
 KEPT_BYTES = 16 * 2**20
 """Buffers on a GPU up to this size have flats of their own, which are kept from round to round."""
@@ -100,9 +100,9 @@ class ModelReplica:
     def broadcast(self, tensors: Sequence[Tensor], src: int, allocate: Allocate = plain_memory) -> None:
         """Overwrite `tensors` with those of rank `src`, in place, with one broadcast for each dtype and device.
 
-        What is large is cut, so that no more than `BROADCAST_BYTES` or one tensor is copied at a time. Plain memory
-        goes through a staging area that the transport keeps. `transport.allocate` gives memory that needs none and is
-        freed afterwards: slower to get, but right for what is large and sent rarely.
+        At most `BROADCAST_BYTES`, or one tensor, are copied at a time. Plain memory is sent through a staging area that
+        the transport keeps. Memory of `transport.allocate` needs none and is freed afterwards: slower to get, but right
+        for large tensors that are sent rarely.
         """
         packed = self._packed_for(tensors) if allocate is plain_memory else None
         if packed is not None:
@@ -143,7 +143,7 @@ class ModelReplica:
                 torch._foreach_copy_(members, parts)
 
     def take_over(self, root: int, *, buffers: bool = True) -> None:
-        """Overwrite the parameters, and `buffers` if so wished, with those of rank `root`, in place."""
+        """Overwrite the parameters, and if `buffers` also the buffers, with those of rank `root`, in place."""
         tensors = [*self.parameters, *(self.all_buffers if buffers else [])]
         self.broadcast(tensors, root, self.transport.allocate)
 

@@ -48,7 +48,7 @@ def _refuse_other_algorithms(transport: Transport, chosen: Sequence[str]) -> Non
         rows = "\n".join(f"  rank {rank}: {text}" for rank, text in zip(transport.world_ranks, chosen, strict=True))
         raise ReplicaDivergence(
             f"the ranks run different algorithms:\n{rows}\n"
-            "Give the same one with the same options on every rank; where none is given, it is MURMURA_ALGORITHM's."
+            "Give the same one with the same options on every rank; the default is MURMURA_ALGORITHM's, if that is set."
         )
 
 

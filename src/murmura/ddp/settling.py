@@ -1,4 +1,4 @@
-"""Runs the exchanges that are pending because an optimizer's step was skipped, at a moment when that is allowed."""
+"""Runs exchanges that are pending because an optimizer's step was skipped, when weights may be written."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Settling:
         self.buffer_source = 0  # the rank whose buffers the others take over
 
     def seen(self) -> None:
-        """The caller's thread is the one that trains."""
+        """Note that the calling thread is the one that trains."""
         self._thread = threading.get_ident()
 
     def settle(self) -> None:
-        """Run what the last round left pending because a step was skipped; nothing inside a round."""
+        """Run what the last round left pending because a step was skipped; does nothing inside a round."""
         if self._round.is_idle:
             self._once(self.algorithm.settle)
             self._once(self.broadcast_pending_buffers)
 
     def refuse_after_failure(self, what: str) -> None:
-        """Raise if an exchange has failed since its launch on a GPU: nothing of what followed has its value."""
+        """Raise if an exchange has failed since its launch on a GPU: all results since then are invalid."""
         failed = self._replica.transport.first_failed()  # algorithms exchange on channels of their own
         if failed is not None:
             failed.check_usable(what)

@@ -1,8 +1,8 @@
 """The tail of a round: what ranks exchange once a round, beside their gradients.
 
 It holds whether each parameter was used here, this rank's share of data, and a fingerprint of the round's number and
-the layout of the buckets. One small all-reduce brings their means: so unused parameters, uneven data and disagreement
-are settled without a flag, whatever the algorithm does with the gradients.
+the layout of the buckets. One small all-reduce averages them. From the means every rank sees unused parameters, uneven
+data and disagreement between ranks, whatever the algorithm does with the gradients.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Tail:
     def _contents(self) -> Contents:
         if self._copied is not None:
             self._copied.synchronize()
-            if self._transport.failed:  # broken off: what has come is nobody's
+            if self._transport.failed:  # the all-reduce was aborted: its result is not valid
                 self._transport.check_usable()
         *used, weight, fingerprint = (self._staging if self._on_cuda else self.values).tolist()
         return Contents(used, weight, fingerprint)

@@ -104,7 +104,7 @@ class TorchSurface(nn.Module, Joinable):
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Loads as a part of another module: a state dict of that has no prefix for this wrapper either."""
+        """Called when an enclosing module loads: its state dict, too, has no prefix for this wrapper."""
         own = f"{prefix}module."
         if not any(name.startswith(own) for name in state_dict):
             for name in [name for name in state_dict if name.startswith(prefix)]:
@@ -143,7 +143,7 @@ class TorchSurface(nn.Module, Joinable):
 
     @property
     def reducer(self) -> Reducer:
-        """As far as torch's is called from outside: `reducer.prepare_for_backward([])`."""
+        """The part of torch's reducer that programs call: `reducer.prepare_for_backward([])`."""
         return Reducer(self._driver)
 
     def _set_static_graph(self) -> None:
@@ -164,7 +164,8 @@ class TorchSurface(nn.Module, Joinable):
         driver = self._driver
         if driver.reducer.hook is not None:
             raise UsageError(
-                "register_comm_hook() was called a second time, and a DDP has one hook. Wrap the model anew."
+                "register_comm_hook() was called a second time, and a DDP has one hook. Wrap the model again: "
+                "DDP(ddp.into_inner(), ...)."
             )
         check_hook(hook, driver.algorithm, driver.channel, self._torch_group)
         driver.reducer.use_hook(CommHook(state, hook, driver.channel))

@@ -48,7 +48,7 @@ class Joining:
 
     @property
     def shares(self) -> DataShares:
-        """The shares of real batches in the round; ranks go through their batches at the same pace."""
+        """The shares of real batches in the round; all ranks take the same number of batches in a round."""
         size = self._model.channel.world_size
         # Whether the round has batches of a join in it, some of which may be replayed on another rank.
         weighs = self.active or self._num_batches > 0 or self.uneven.weighs
@@ -65,7 +65,7 @@ class Joining:
         self._num_batches = self._num_real = self._num_real_anywhere = 0
 
     def forget_broken_loop(self) -> None:
-        """A round begins: a batch that a loop was left with is none of it."""
+        """Forget the batches counted so far if the loop was left early: they do not belong to the round that begins."""
         if not self.active:
             self.round_ended()
 

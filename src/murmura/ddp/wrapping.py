@@ -27,8 +27,8 @@ def check_module(module: Any, wrapper: type[nn.Module]) -> None:
             whose = "murmura's DDP" if isinstance(part, wrapper) else "torch's DistributedDataParallel"
             raise UsageError(
                 f"this module, or a part of it, is already wrapped by {whose}: its gradients would be exchanged twice. "
-                "Wrap the bare model, once (ddp.into_inner() gives it back); a framework that wraps models by itself "
-                "gets the bare one."
+                "Wrap the bare model, once (ddp.into_inner() returns it); pass the bare model to a framework that "
+                "wraps models itself."
             )
     drivers = {id(driver): driver for driver in map(optimizer_hooks.listener_of, module.parameters()) if driver}
     for driver in drivers.values():
@@ -51,5 +51,5 @@ def refuse_inside_torch_ddp() -> None:
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise UsageError(
             "torch's DistributedDataParallel wraps a module that murmura's DDP keeps together: gradients would be "
-            "exchanged twice. Keep one of them; a framework that wraps models by itself gets the bare model."
+            "exchanged twice. Use one of them; pass the bare model to a framework that wraps models itself."
         )

@@ -60,7 +60,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             if options.get(name) is not None:
                 raise ConfigError(
                     f"{name}= shards the model, and murmura keeps whole replicas together. Use accelerate.Accelerator "
-                    "for it, without algorithm=; its process group may be murmura's."
+                    "for it, without algorithm=; it can run on murmura's process group."
                 )
         chosen = None if algorithm is None else as_algorithm(algorithm)
         _start_group(options)
@@ -99,7 +99,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         if any(model is ddp for ddp in self._ddps):
             return model
         if isinstance(model, DDP):
-            raise UsageError("prepare() wraps models by itself, and this one is wrapped. Give it the bare model.")
+            raise UsageError("prepare() wraps models itself, and this one is wrapped already. Give it the bare model.")
         is_prepared = getattr(model, "_is_accelerate_prepared", False)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         is_trained = any(parameter.requires_grad for parameter in model.parameters())
@@ -205,7 +205,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             self._saving.enter_context(averaged(ddp))
 
     def _others(self, index: int) -> list[Stateful]:
-        """What ranks, each of which may skip steps alone, have beside optimizers; it goes with the first model."""
+        """Schedulers and scaler, which differ between ranks that skip steps alone; saved with the first model."""
         if index:
             return []
         return [*self._schedulers, *([] if self.scaler is None else [self.scaler])]
@@ -243,8 +243,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         world_size = dist.get_world_size() if dist.is_initialized() else DistributedConfig.from_env().world_size
         if world_size > 1:
             raise ConfigError(
-                f"the launcher tells of {world_size} ranks, and Accelerate sees one: without a GPU it takes several "
-                "only with Accelerator(cpu=True), TrainingArguments(use_cpu=True) or ACCELERATE_USE_CPU=true in the "
+                f"the launcher started {world_size} ranks, and Accelerate sees one: without a GPU it sees several only "
+                "with Accelerator(cpu=True), TrainingArguments(use_cpu=True) or ACCELERATE_USE_CPU=true in the "
                 "environment."
             )
 
@@ -259,8 +259,8 @@ def _name(index: int) -> str:
 
 
 def _start_group(options: dict[str, Any]) -> None:
-    """Make murmura's backend the default process group of CPU ranks; Accelerate takes a group that is there."""
-    is_told = set_torchrun_variables()  # Accelerate reads no variables of SLURM's
+    """Make murmura's backend the default process group of CPU ranks; Accelerate uses a group that exists."""
+    is_told = set_torchrun_variables()  # Accelerate does not read SLURM's variables
     is_cpu = options.get("cpu") or parse_flag_from_env("ACCELERATE_USE_CPU")
     if not is_cpu or dist.is_initialized() or not (is_told or dist.is_torchelastic_launched()):
         return

@@ -119,7 +119,7 @@ class AppliedAlgorithm:
         return self._algorithm
 
     def state_dict(self) -> dict[str, Any]:
-        """What compression left over on this rank, and for which parameters: part of a checkpoint on every rank."""
+        """The algorithm's state on this rank, such as compression residuals, for a checkpoint of every rank."""
         cut = [bucket.names for bucket in self._replica.buckets]
         return {"name": type(self._algorithm).__name__, "cut": cut, "algorithm": self._algorithm.state_dict()}
 
@@ -189,7 +189,7 @@ class AppliedAlgorithm:
         self._background.start(what, [bucket.flat], work, "all_reduce")
 
     def _start_anew(self) -> None:
-        """Exchange the buckets that have waited: what compression left over first moves to the new cut."""
+        """Exchange the buckets that have waited, after compression residuals have moved to the new buckets."""
         new, waiting = self._new, self._waiting
         self._new, self._waiting = [], []
         move = partial(self._algorithm.before_replan, new)
@@ -211,7 +211,7 @@ class AppliedAlgorithm:
 
 
 def _same(bucket: Bucket, buckets: Sequence[Bucket], is_last: bool) -> bool:
-    """Whether `bucket` is cut as the one of its index in `buckets`."""
+    """Whether `bucket` holds the same parameters as the one of its index in `buckets`."""
     at = bucket.index
     return at < len(buckets) and buckets[at].names == bucket.names and is_last == (at == len(buckets) - 1)
 

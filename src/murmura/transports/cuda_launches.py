@@ -64,7 +64,7 @@ class LaunchOrder:
 
     @property
     def job(self) -> str:
-        """What training launches operations for in this thread; empty if it launches none here."""
+        """What the operations launched in this thread are for, such as a bucket; empty outside a job of training."""
         job: str = getattr(self._jobs, "job", "")
         return job
 
@@ -366,7 +366,9 @@ class Watchdog:
             if is_pending:
                 self._pending.set()
         if error is not None and not self._has_complained:
-            log.warning("operations on the GPU cannot be watched at the moment; it is tried again. %s", error)
+            log.warning(
+                "the deadlines of operations on the GPU cannot be checked now, and will be again soon: %s", error
+            )
         self._has_complained = error is not None
 
 

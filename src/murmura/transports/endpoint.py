@@ -141,11 +141,11 @@ class Endpoint:
 
     @property
     def fails_later(self) -> bool:
-        """Whether an operation may return before it has ended, as on a GPU: its result may be in use when it fails."""
+        """Whether an operation may fail after it has returned, as on a GPU, when its result may be in use already."""
         return False
 
     def first_failed(self) -> Endpoint | None:
-        """This if it has failed, or what was split off it if that failed when its results were in use already."""
+        """This endpoint if it has failed, or one split off it that failed after its results were in use."""
         if self.failed:
             return self
         for split in list(self._splits):

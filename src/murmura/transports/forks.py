@@ -1,7 +1,7 @@
 """A rank is one process: a child forked from it inherits its transports, and must neither use nor end them.
 
-Whatever reaches memory or connections of the world is kept here weakly; in a forked child its `after_fork` is called,
-before the child does anything else. So a call that goes well pays nothing.
+Objects that reach the world's memory or connections are registered here, by weak references. In a forked child their
+`after_fork` is called before the child does anything else, so that operations need not check for a fork themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Inherited(Protocol):
 
 
 def forked_from(rank: int) -> TransportError:
-    """The error of whatever a child that was forked from `rank` calls."""
+    """The error of every operation in a child that was forked from `rank`."""
     return TransportError(
         f"this process was forked from rank {rank} and is no rank itself: what it sent would be taken for what rank "
         f"{rank} sends. Communicate in the process of rank {rank}, or start this one by spawn or forkserver and let it "

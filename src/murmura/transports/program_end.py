@@ -1,9 +1,9 @@
-"""What happens to background threads when a program ends without closing what it opened.
+"""What happens to background threads when a program ends without closing its transports.
 
-Python ends the daemon threads of a program by unwinding them where they next take the GIL. Inside torch that is a
-function which may not be unwound, and the whole process is aborted, whatever its exit status was to be. So the waits of
-such threads are ended before Python finalizes, and the threads get a moment to end; see `weakref.finalize`, whose
-callbacks run then, the newest first.
+Python ends daemon threads by unwinding their stacks where they next take the GIL. Inside torch that may be a function
+that must not be unwound, and then the whole process is aborted, whatever its exit status would have been. So the waits
+of such threads are ended before Python finalizes, and the threads get a moment to end: in callbacks of
+`weakref.finalize`, which Python calls then, the newest first.
 """
 
 from __future__ import annotations
