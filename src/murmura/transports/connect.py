@@ -225,7 +225,7 @@ def _join_over_a_network(
             if config.rank == 0 or time.monotonic() > deadline or not _is_back(config, deadline):
                 raise
         else:
-            transport._store_served = store
+            transport.store_served = store
             return transport
 
 

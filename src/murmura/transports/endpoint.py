@@ -54,7 +54,7 @@ class Endpoint:
         self.operation = ""
         self._executor = SerialExecutor(f"{self.name}-rank{rank}")
         weakref.finalize(self, _end_thread, weakref.ref(self), self._executor)  # dropped, or open when the program ends
-        self._num_collectives = 0
+        self.num_collectives = 0  # called so far
         self._split_counts: dict[tuple[str, Sequence[int]], int] = {}
         self._splits: weakref.WeakSet[Any] = weakref.WeakSet()  # kept alive by whoever uses them
         self._parent: Endpoint | None = None  # that this was split off
@@ -62,7 +62,7 @@ class Endpoint:
         self._ranks_in_parent: Sequence[int] = range(world_size)  # by rank here, if this was split off
         self._probe: Probe | None = None
         self._listeners = CollectiveListeners()  # shared with what is split off
-        self._store_served: Any = None  # that lives as long as this, if this rank serves it
+        self.store_served: Any = None  # by this rank, kept alive as long as this endpoint
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.forked = False  # whether this process is a child of the rank's own
         guard(self)
@@ -308,11 +308,11 @@ class Endpoint:
 
     def _perform(self, name: str, work: Callable[[], Any]) -> Any:
         outermost = not self.operation
-        number = self._num_collectives + (name != "exchange")
+        number = self.num_collectives + (name != "exchange")
         operation = name if name == "exchange" else f"{name} #{number}"
         self.check_usable(operation)
         if outermost:
-            self._num_collectives, self.operation = number, operation
+            self.num_collectives, self.operation = number, operation
         try:
             return work()
         except (UsageError, ConfigError):  # refused before anything was sent

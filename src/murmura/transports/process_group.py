@@ -227,7 +227,7 @@ class ProcessGroupTransport(LaunchingTransport):
                 self.end_group_waits()  # to shut it down would wait for ranks that may never come
             else:
                 self._group.shutdown()
-        self._group = self._group_store = self._store = self._store_served = self._failure_log = None
+        self._group = self._group_store = self._store = self.store_served = self._failure_log = None
         self._liveness.close()
 
     # Collectives the group has itself

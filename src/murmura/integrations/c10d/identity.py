@@ -137,7 +137,7 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         return
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._transport._num_collectives
+        return self._transport.num_collectives
 
     def _has_hooks(self) -> bool:
         return False

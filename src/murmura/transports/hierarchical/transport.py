@@ -150,7 +150,7 @@ class HierarchicalTransport(Transport):
         for group in (self._between, self._across, self._inside):
             if group is not None:
                 group.close()
-        self._store = self._store_served = None
+        self._store = self.store_served = None
 
     def _end_waits(self, error: BaseException) -> None:
         """End the waits of this rank, and those of its peers for it."""
@@ -294,7 +294,7 @@ class HierarchicalTransport(Transport):
         near = [self._place[member] for member in members if member in self._place]
         if len(near) == len(members):
             inside = self._split_inside(name, near, members)
-            inside._control.notes = self._across.failure_log.notes
+            inside.use_stall_notes(self._across.failure_log.notes)
             self.keep_split(inside, members)
             return inside
         agreement.on_split(self, name, members)

@@ -32,6 +32,7 @@ from murmura.transports.shared_memory.segment import Segment, create_memfd
 from murmura.transports.shared_memory.session import CollectiveSession
 from murmura.transports.shared_memory.small_all_reduce import Outcome, SmallAllReduce, can_prepare
 from murmura.transports.shared_memory.tagged_messages import SharedMemoryMessages
+from murmura.transports.stalls import StallNotes
 from murmura.transports.tagged_messages import TaggedMessages
 from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp
@@ -170,6 +171,10 @@ class SharedMemoryTransport(Transport):
         assert isinstance(channel, SharedMemoryTransport)
         return SharedMemoryMessages(channel)
 
+    def use_stall_notes(self, notes: StallNotes) -> None:
+        """Find out who is at fault for a wait that timed out from `notes`, those of a world on several hosts."""
+        self._control.notes = notes
+
     def has_spare_core(self) -> bool:
         return has_idle_core(self._segment.world_size)
 
@@ -269,9 +274,9 @@ class SharedMemoryTransport(Transport):
         small, source, result = prepared
         with executor.lock:
             if self.failure is not None or self.closed:
-                self.check_usable(f"all_reduce #{self._num_collectives + 1}")
+                self.check_usable(f"all_reduce #{self.num_collectives + 1}")
             try:
-                number = self._num_collectives = self._num_collectives + 1
+                number = self.num_collectives = self.num_collectives + 1
                 outcome = small.run(number, source, result)
                 if outcome is not Outcome.DONE:
                     session = self._begin(timeout, f"all_reduce #{number}")
@@ -335,7 +340,7 @@ class SharedMemoryTransport(Transport):
     def _begin(self, timeout: float | None, operation: str = "") -> CollectiveSession:
         """The session of the collective under way."""
         spin = self._may_spin()
-        self._session.begin(self._num_collectives, operation or self.operation, self.seconds(timeout), spin=spin)
+        self._session.begin(self.num_collectives, operation or self.operation, self.seconds(timeout), spin=spin)
         return self._session
 
     def _may_spin(self) -> bool:
