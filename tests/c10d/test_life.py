@@ -147,6 +147,12 @@ def test_murmura_for_another_device_is_refused() -> None:
         alone("cuda:murmura,cpu:gloo")
 
 
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_a_torch_without_nccl_is_told() -> None:
+    with pytest.raises(ConfigError, match=r'has no NCCL, which "cuda:nccl" asks for.*init_process_group\("murmura"\)'):
+        alone("cpu:murmura,cuda:nccl")
+
+
 class FakeNCCL:
     class Options:
         is_high_priority_stream = False
