@@ -147,6 +147,12 @@ def test_murmura_for_another_device_is_refused() -> None:
         alone("cuda:murmura,cpu:gloo")
 
 
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_a_torch_without_nccl_is_told() -> None:
+    with pytest.raises(ConfigError, match=r'has no NCCL, which "cuda:nccl" asks for.*init_process_group\("murmura"\)'):
+        alone("cpu:murmura,cuda:nccl")
+
+
 class FakeNCCL:
     class Options:
         is_high_priority_stream = False
@@ -269,6 +275,15 @@ def refuse() -> None:
         (lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND), "combines bits"),
         (lambda: dist.all_gather_into_tensor(torch.ones(3), torch.ones(2)), "must hold 2 x 2 elements"),
         (lambda: dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX), "to_dense"),
+        (lambda: dist.broadcast(torch.eye(2).to_sparse(), 0), "to_dense"),
+        (
+            lambda: dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(1)),
+            r"rank \d in all_gather: .*float32\[3\]",
+        ),
+        (lambda: dist.all_gather([torch.ones(3), torch.ones(2)], torch.ones(1)), r"its own tensor is float32\[1\]"),
+        (lambda: dist.reduce_scatter(torch.ones(3), [torch.ones(1), torch.ones(2)]), r"its own tensor is float32\[3\]"),
+        (lambda: dist.reduce_scatter(torch.ones(3), [torch.ones(3)]), "each of the 2 ranks, not 1"),
+        (lambda: dist.all_to_all_single(torch.ones(()), torch.ones(())), "has no rows"),
     ):
         with pytest.raises((UsageError, RuntimeError, ValueError), match=words):
             call()
@@ -277,6 +292,23 @@ def refuse() -> None:
 
 def test_what_cannot_be_is_refused_before_anything_is_sent() -> None:
     run(refuse, 2)
+
+
+def gather_too_much() -> str:
+    outs = [torch.zeros(1), torch.zeros(3)]
+    if dist.get_rank():
+        dist.gather(torch.ones(1))
+        return ""
+    with pytest.raises(UsageError) as caught:
+        dist.gather(torch.ones(1), outs)
+    return str(caught.value)
+
+
+def test_a_gather_that_does_not_fit_names_the_rank() -> None:
+    told, _ = run(gather_too_much, 2)
+    assert (
+        told == "rank 0 in gather: 1 elements came from rank 1, but the tensor for them has 3. Give it one that fits."
+    )
 
 
 # Deadlines and the end

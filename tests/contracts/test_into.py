@@ -146,3 +146,38 @@ def test_ranks_that_disagree_are_told(world: World) -> None:
     for told in world.run(disagree, 2):
         assert "all_gather_into() of float32[3]" in told
         assert "all_gather_into() of float32[4]" in told
+
+
+def single(value: float) -> torch.Tensor:
+    """One element of a column: contiguous, as torch sees it, and yet its stride is not 1."""
+    element = torch.zeros(3, 2)[:1, 1].fill_(value)
+    assert element.is_contiguous()
+    assert element.stride() == (2,)
+    return element
+
+
+def of_any_stride(transport: Transport) -> dict[str, list[float]]:
+    rank, peer = transport.rank, 1 - transport.rank
+    outs = {name: single(-1.0) for name in ("scattered", "exchanged", "reduced and scattered")}
+    gathered, received = [single(-1.0), single(-1.0)], [single(-1.0), single(-1.0)]
+    transport.all_gather_into(gathered, single(rank))
+    transport.reduce_scatter_into(outs["reduced and scattered"], [single(rank), single(rank)])
+    transport.scatter([single(3.0), single(3.0)] if rank == 0 else None, 0, out=outs["scattered"])
+    transport.exchange([(single(5.0), peer)], [(outs["exchanged"], peer)])
+    transport.all_to_all([single(rank), single(rank)], received)
+    return {
+        "all-reduced": transport.all_reduce(single(rank)).tolist(),
+        "broadcast": transport.broadcast(single(rank), 1).tolist(),
+        "gathered": [each.item() for each in transport.all_gather(single(rank))],
+        "gathered into": [each.item() for each in gathered],
+        "from all": [each.item() for each in received],
+        **{name: out.tolist() for name, out in outs.items()},
+    }
+
+
+def test_a_single_element_may_have_any_stride(world: World) -> None:
+    wanted = {
+        "all-reduced": [1.0], "broadcast": [1.0], "gathered": [0.0, 1.0], "gathered into": [0.0, 1.0],
+        "from all": [0.0, 1.0], "scattered": [3.0], "exchanged": [5.0], "reduced and scattered": [1.0],
+    }  # fmt: skip
+    assert world.run(of_any_stride, 2) == [wanted] * 2

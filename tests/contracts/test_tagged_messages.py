@@ -57,6 +57,7 @@ def from_anybody(transport: Transport) -> None:
     if transport.rank:
         columns = torch.full((5, 2), float(transport.rank))[:, 0]  # not contiguous
         messages.isend(columns, 0, tag=7).wait()  # and nothing of it is kept
+        messages.isend(columns[:1], 0, tag=8).wait()  # contiguous, for it is alone, but of stride 2
     else:
         seen = set()
         for _ in range(transport.world_size - 1):
@@ -64,6 +65,8 @@ def from_anybody(transport: Transport) -> None:
             received = messages.irecv(out, None, 7)
             received.wait()
             assert torch.equal(out, torch.full((5,), float(received.source)))
+            messages.irecv(out[:1], received.source, 8).wait()
+            assert out[0].item() == received.source
             seen.add(received.source)
         assert seen == set(range(1, transport.world_size))
     transport.barrier()

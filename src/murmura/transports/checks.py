@@ -253,7 +253,9 @@ def flatten(tensor: Tensor, device: torch.device | None, *, load: bool = True) -
         if load:
             flat.view(tensor.shape).copy_(tensor)
         return flat
-    return tensor.resolve_conj().resolve_neg().view(-1)
+    flat = tensor.resolve_conj().resolve_neg().view(-1)
+    # A single element may have any stride and be contiguous all the same; a view of its bytes needs 1.
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
 
 
 @functools.cache  # once for each pair of devices

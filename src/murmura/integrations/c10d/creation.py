@@ -87,8 +87,8 @@ def _other_devices() -> dict[str, str]:
     wrong = [device for device, backend in by_device.items() if str(backend) == "murmura" and device != "cpu"]
     if wrong:
         raise ConfigError(
-            f"the backend murmura is for CPU tensors, not for {', '.join(wrong)}. Use "
-            f'"cpu:murmura,{wrong[0]}:nccl", or two groups: new_group(backend="murmura") and new_group(backend="nccl").'
+            f"the backend murmura is for CPU tensors, not for {', '.join(wrong)}. For CUDA tensors use "
+            '"cpu:murmura,cuda:nccl", or two groups: new_group(backend="murmura") and new_group(backend="nccl").'
         )
     return {device: str(backend) for device, backend in by_device.items() if device != "cpu"}
 
@@ -130,6 +130,11 @@ def _make_others(
     for device, backend in by_device.items():
         own_store = dist.PrefixStore(f"{device}/", store)  # type: ignore[attr-defined]
         if backend == "nccl":
+            if not dist.is_nccl_available():
+                raise ConfigError(
+                    f'this torch ({torch.__version__}) has no NCCL, which "{device}:nccl" asks for. Install one that '
+                    'has, or leave CUDA out: init_process_group("murmura").'
+                )
             made: Any = dist.ProcessGroupNCCL(own_store, rank, world_size, nccl_options(given, timeout, ranks))
             kind = dist.ProcessGroup.BackendType.NCCL
         elif backend == "gloo":

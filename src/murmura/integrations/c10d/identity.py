@@ -125,8 +125,9 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         """The group for tensors on `device`, which is not the CPU."""
         if self._others is None or all(each.type != device.type for each in self._others._device_types):
             raise UsageError(
-                f"rank {self.rank()}: this process group is for CPU tensors, and the tensor is on {device}. Make the "
-                f'group with init_process_group("cpu:murmura,{device.type}:nccl"), or copy the tensor with .cpu().'
+                f"rank {self._transport.reporter.own}: this process group is for CPU tensors, and the tensor is on "
+                f"{device}. Copy it with .cpu(), or, for CUDA tensors, make the group with "
+                'init_process_group("cpu:murmura,cuda:nccl").'
             )
         return self._others
 

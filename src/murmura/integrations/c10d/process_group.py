@@ -17,7 +17,15 @@ from murmura.errors import UsageError
 from murmura.integrations.c10d import compilation, profiling, sparse
 from murmura.integrations.c10d.identity import GroupIdentity
 from murmura.integrations.c10d.monitored_barrier import monitored_barrier
-from murmura.integrations.c10d.tensors import Flat, flat_views, one_dtype, reduce_op, split_rows
+from murmura.integrations.c10d.tensors import (
+    Flat,
+    check_arrival,
+    check_list,
+    flat_views,
+    one_dtype,
+    reduce_op,
+    split_rows,
+)
 from murmura.integrations.c10d.work import SYNCHRONOUS, FinishedWork, MessageWork, Operation, QueuedWork, seconds_of
 
 LAZY_BYTES = 256 * 1024
@@ -154,9 +162,8 @@ class MurmuraProcessGroup(GroupIdentity):
         return self._start("all_gather", _in_turn(operations), inputs, outputs, opts)
 
     def _all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Operation:
-        if len(outputs) != self.size():
-            raise UsageError(f"all_gather needs a tensor for each of the {self.size()} ranks, not {len(outputs)}.")
         own, flats = Flat(tensor).row, [Flat(each) for each in outputs]
+        check_list(self._transport, outputs, tensor, "all_gather")
         equal = all(flat.row.numel() == own.numel() for flat in flats)
 
         def run(limit: float | None) -> None:
@@ -222,6 +229,8 @@ class MurmuraProcessGroup(GroupIdentity):
     def _reduce_scatter(self, output: Tensor, parts: Tensor | Sequence[Tensor], opts: Any) -> Operation:
         op, flat = reduce_op(_op_of(opts), output.dtype), Flat(output)
         rows: Any = Flat(parts).row if isinstance(parts, Tensor) else flat_views(parts)
+        if not isinstance(parts, Tensor):
+            check_list(self._transport, parts, output, "reduce_scatter")
         uneven = isinstance(rows, list) and any(row.numel() != rows[0].numel() for row in rows)
 
         def run(limit: float | None) -> None:
@@ -244,12 +253,13 @@ class MurmuraProcessGroup(GroupIdentity):
             return self._elsewhere(tensor.device).gather(output_lists, inputs, opts)
         dst, own = opts.rootRank, Flat(tensor).row
         outputs = list(output_lists[0]) if self.rank() == dst else []
-        if self.rank() == dst and len(outputs) != self.size():
-            raise UsageError(f"gather needs a tensor for each of the {self.size()} ranks, not {len(outputs)}.")
+        if self.rank() == dst:
+            check_list(self._transport, outputs, tensor, "gather")
 
         def run(limit: float | None) -> None:
             gathered = self._transport.gather(own, dst, timeout=limit)
-            for out, came in zip(outputs, gathered or (), strict=True):
+            for src, (out, came) in enumerate(zip(outputs, gathered or (), strict=True)):
+                check_arrival(self._transport, src, came, out)
                 out.detach().copy_(came.view(out.shape))
 
         return self._start("gather", run, inputs, outputs, opts)

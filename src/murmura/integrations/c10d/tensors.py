@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from murmura.errors import UsageError
+from murmura.transports.base import Transport
+from murmura.transports.checks import check_dense, describe, flatten, store
 from murmura.types import ReduceOp
 
 _OPS: dict[Any, ReduceOp] = {
@@ -40,13 +42,12 @@ class Flat:
     """A tensor as one contiguous row of elements: a view of it, or a copy that `store` brings back."""
 
     def __init__(self, tensor: Tensor) -> None:
+        check_dense(tensor)
         self.target = tensor.detach()
-        self._is_view = self.target.is_contiguous() and not self.target.is_conj() and not self.target.is_neg()
-        self.row = self.target.view(-1) if self._is_view else self.target.contiguous().resolve_conj().reshape(-1)
+        self.row = flatten(self.target, None)
 
     def store(self) -> None:
-        if not self._is_view:
-            self.target.copy_(self.row.view(self.target.shape))
+        store(self.row, self.target)
 
 
 def flat_views(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -56,6 +57,8 @@ def flat_views(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def split_rows(tensor: Tensor, sizes: Sequence[int], world_size: int) -> list[Tensor]:
     """Cut a tensor along its first dimension: `sizes` rows for each rank, or equal parts if none are given."""
+    if not tensor.dim():
+        raise UsageError("a tensor without dimensions has no rows to share out. Give it some with .view(-1).")
     if not sizes:
         if tensor.shape[0] % world_size:
             raise UsageError(
@@ -71,4 +74,25 @@ def one_dtype(tensors: Sequence[Tensor], what: str) -> None:
     if len({tensor.dtype for tensor in tensors}) > 1:
         raise UsageError(
             f"the tensors of one {what} must be of one dtype, not {[str(each.dtype) for each in tensors]}."
+        )
+
+
+def check_list(transport: Transport, tensors: Sequence[Tensor], own: Tensor, what: str) -> None:
+    """Refuse a list that has not a tensor for each rank, or one in this rank's place that does not fit `own`."""
+    if len(tensors) != transport.world_size:
+        raise UsageError(f"{what} needs a tensor for each of the {transport.world_size} ranks, not {len(tensors)}.")
+    place = tensors[transport.rank]
+    if place.numel() != own.numel():
+        raise UsageError(
+            f"rank {transport.reporter.own} in {what}: the list has {describe(place)} in the place of this rank, but "
+            f"its own tensor is {describe(own)}. Both must have as many elements."
+        )
+
+
+def check_arrival(transport: Transport, src: int, came: Tensor, out: Tensor) -> None:
+    """Refuse a gathered tensor for which the program has given another size."""
+    if came.numel() != out.numel():
+        raise UsageError(
+            f"rank {transport.reporter.own} in gather: {came.numel()} elements came from rank "
+            f"{transport.reporter.world_rank(src)}, but the tensor for them has {out.numel()}. Give it one that fits."
         )
