@@ -90,6 +90,9 @@ class PhasedImpl(AlgorithmImpl):
     def after_steps(self) -> None:
         self.running.after_steps()
 
+    def round_is_over(self) -> None:
+        self.running.round_is_over()
+
     def settle(self) -> None:
         self.running.settle()
 
