@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,21 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from murmura import DDP, Cast, ConfigError, DiLoCoAlgorithm, ErrorFeedback, InProcessTransport, MinMaxUInt8
+from murmura import (
+    DDP,
+    Cast,
+    ConfigError,
+    DecentralizedAlgorithm,
+    DiLoCoAlgorithm,
+    DistributedConfig,
+    ErrorFeedback,
+    InProcessTransport,
+    LocalSGDAlgorithm,
+    MinMaxUInt8,
+    Phased,
+    TracedTransport,
+    connect,
+)
 from murmura.algorithms import algorithm_named, algorithm_names, topology
 from murmura.algorithms.names import _REGISTRY, as_algorithm
 from murmura.compressors import compressor_named, compressor_names
@@ -122,6 +137,29 @@ def test_algorithms_take_options_and_compressors_by_name() -> None:
 def test_what_is_no_algorithm_is_answered_with_what_to_write(wrong: object, answer: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(answer)):
         as_algorithm(wrong)
+
+
+@pytest.mark.parametrize("ranks", ["world", "channel", "decorated"])
+def test_the_wrapper_takes_the_name_in_the_config_that_it_was_connected_by(
+    ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MURMURA_ALGORITHM", "shift_one")
+    config = DistributedConfig(world_size=1, rank=0, algorithm="diloco:interval=7:compressor=sign")
+    with connect(config) as world:
+        transport = {"world": world, "channel": world.channel("mine"), "decorated": TracedTransport(world)}[ranks]
+        with closing(DDP(torch.nn.Linear(2, 1), transport)) as ddp:
+            assert (ddp.algorithm.interval, ddp.algorithm.compressor) == (7, compressor_named("sign"))  # type: ignore[attr-defined]
+        with closing(DDP(torch.nn.Linear(2, 1), transport, algorithm="local_sgd")) as ddp:
+            assert isinstance(ddp.algorithm, LocalSGDAlgorithm.impl)  # what is said here counts before
+    with connect(replace(config, algorithm=None)) as world, closing(DDP(torch.nn.Linear(2, 1), world)) as ddp:
+        assert isinstance(ddp.algorithm, DecentralizedAlgorithm.impl)
+
+
+def test_a_phase_may_be_given_by_name() -> None:
+    made = Phased("local_sgd:interval=3", 4, then="diloco:interval=5:compressor=uint8")
+    assert made == Phased(LocalSGDAlgorithm(3), 4, then=DiLoCoAlgorithm(5, compressor=MinMaxUInt8()))
+    with pytest.raises(ConfigError, match="'local' is unknown"):
+        Phased("local", 4, then=made)
 
 
 def test_the_wrapper_and_the_commands_take_the_same_names() -> None:

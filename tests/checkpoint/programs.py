@@ -34,12 +34,17 @@ from murmura import (
     LowPrecisionDecentralizedAlgorithm,
     MinMaxUInt8,
     Phased,
+    PowerSGDAlgorithm,
+    PushSumAlgorithm,
     QAdamAlgorithm,
     QAdamOptimizer,
+    StreamingDiLoCoAlgorithm,
+    TopK,
     Transport,
     data,
     seed_everything,
 )
+from sequences.algorithms import lopsided
 
 NUM_STEPS = 10
 SAVE_EVERY = 2
@@ -76,6 +81,10 @@ WAYS = {
     "diloco": Way(DiLoCoAlgorithm(3, compressor=ErrorFeedback(MinMaxUInt8())), adam, differ=True),
     "qadam": Way(QAdamAlgorithm(), qadam),
     "async_by_rounds": Way(AsyncModelAverageAlgorithm(sync_interval_rounds=2), differ=True),
+    "powersgd": Way(PowerSGDAlgorithm(2, min_compression_rate=1.0)),
+    "topk": Way(GradientAllReduceAlgorithm(compressor=ErrorFeedback(TopK(0.1)))),
+    "push_sum": Way(PushSumAlgorithm(lopsided), adam, differ=True),
+    "streaming_diloco": Way(StreamingDiLoCoAlgorithm(3, fragments=2, overlap=1), adam, differ=True),
     "phased": Way(Phased(LocalSGDAlgorithm(2), 5, then=GradientAllReduceAlgorithm()), differ=True),
 }
 

@@ -35,7 +35,7 @@ from murmura import (
     TopK,
     TopKTwoBit,
 )
-from oracles.algorithms.few_bytes import FeedbackByStream
+from oracles.algorithms.few_bytes import FeedbackByStream, GatheredQAdam
 from oracles.algorithms.gradients import AllReduce, GatheredAllReduce, QAdam
 from oracles.algorithms.powersgd import PowerSGD
 from oracles.algorithms.push_sum import Gossip, PushSum, exponential, lopsided, one_peer_exponential
@@ -189,6 +189,14 @@ FEW_BYTES = (
         "qadam_sign",
         lambda: QAdamAlgorithm(None, True, compressor=ErrorFeedback(Sign(16))),
         lambda runs: QAdam(FeedbackByStream(INNER["sign"]), hierarchical=True, **QADAM),
+        lockstep=True,
+        optimizer=qadam_optimizer,
+        is_rough=True,
+    ),
+    Entry(
+        "qadam_topk",
+        lambda: QAdamAlgorithm(None, True, compressor=ErrorFeedback(TopK(0.1))),
+        lambda runs: GatheredQAdam(there_and_back(TopK(0.1)), hierarchical=True, **QADAM),
         lockstep=True,
         optimizer=qadam_optimizer,
         is_rough=True,

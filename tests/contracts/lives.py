@@ -17,15 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from contracts.catalogue import EVERYTHING, FAMILY, INNER, QADAM, Entry
+from contracts.catalogue import EVERYTHING, FAMILY, Entry
 from contracts.grids import SIZES
 from contracts.test_algorithms_models import half_frozen, heads, normalised
 from contracts.test_algorithms_state import backwards, save
 from contracts.training import Run, assert_close, by_step, momentum, perceptron, spread
 from ddp.models import values
 from murmura import DDP, Algorithm, DecentralizedAlgorithm, GradientAllReduceAlgorithm, Transport
-from oracles.algorithms.few_bytes import FeedbackByStream
-from oracles.algorithms.gradients import AllReduce
+from oracles.algorithms.gradients import AllReduce, QAdam
 from oracles.algorithms.lives import ForgetsSkipped, Joined, QAdamUntil, Switched, Unscaled
 from oracles.algorithms.simulation import Rule, Task, flat_of, simulate
 from oracles.algorithms.weights import Decentralized
@@ -122,7 +121,8 @@ class Case(NamedTuple):
         if self.life == "scaled":
             return ForgetsSkipped(own) if not self.has_votes else Unscaled(own, SCALE)
         if self.life == "switched_from" and self.is_qadam:
-            return QAdamUntil(FeedbackByStream(INNER["sign"]), hierarchical=True, **QADAM, until=GOES)
+            assert isinstance(own, QAdam)
+            return QAdamUntil(own, GOES)
         if self.life == "switched_from":
             return Switched(own, GOES, AllReduce())
         if self.life == "switched_to" and not self.is_qadam:  # whose warm-up is as all-reduce

@@ -1,7 +1,8 @@
 """Algorithms of few bytes in all circumstances of `lives`, each case against the simulation.
 
-Any two circumstances meet in the quick cases, which run on threads; the slow ones are the whole grid of algorithms,
-lives, models and sizes there, and of algorithms, lives and sizes on every transport between processes.
+Any two circumstances meet in the quick cases on threads, and each of them meets every transport between processes; the
+slow ones are the whole grid of algorithms, lives, models and sizes on threads, and of algorithms, lives and sizes on
+every transport.
 """
 
 from __future__ import annotations
@@ -31,6 +32,37 @@ def test_any_two_circumstances_meet() -> None:
 @pytest.mark.parametrize("case", PAIRS, ids=str)
 def test_pairs(case: Case) -> None:
     check(case, run_world(live, case.size, case, hosts=case.places(), timeout=SECONDS))
+
+
+# Between processes
+
+HOSTS_OF = {"shared_memory": "two", "gloo": "one", "hierarchical": "two"}
+
+
+def few_of(transport: str, size: int) -> list[Case]:
+    """Other cases for each size: together every algorithm, and every value of every axis, on that transport."""
+    turn, hosts = list(HOSTS_OF).index(transport), "one" if size == 1 else HOSTS_OF[transport]
+    cases = []
+    for number, name in enumerate(AXES["name"]):
+        if number % len(SIZES) == SIZES.index(size):
+            life = AXES["life"][(number + number // len(SIZES) + turn) % len(AXES["life"])]
+            model = AXES["model"][(number + turn) % len(AXES["model"])]
+            gradients = AXES["gradients"][(number // len(AXES["model"]) + turn) % len(AXES["gradients"])]
+            cases.append(without_noise(Case(name, model, gradients, life, size, hosts)))
+    return cases
+
+
+def test_every_circumstance_meets_every_transport() -> None:
+    for transport in HOSTS_OF:
+        met = [case for size in SIZES for case in few_of(transport, size)]
+        for axis in AXES:
+            assert axis == "hosts" or {getattr(case, axis) for case in met} == set(AXES[axis]), (transport, axis)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("transport", HOSTS_OF)
+def test_pairs_between_processes(transport: str, size: int) -> None:
+    check_between_processes(transport, few_of(transport, size))
 
 
 # The whole grid
@@ -84,9 +116,17 @@ def within(case: Case, transport: str) -> float:
     return case.within if is_own and not is_switched else 1e-9
 
 
-def live_all(transport: Transport, hosts: str) -> list[Run]:
+def live_all(transport: Transport, cases: list[Case]) -> list[Run]:
     torch.set_num_threads(1)
-    return [live(transport, case) for case in cases_of(transport.world_size, hosts)]
+    return [live(transport, case) for case in cases]
+
+
+def check_between_processes(transport: str, cases: list[Case]) -> None:
+    """One world for all, since worlds take long to start."""
+    size, hosts = cases[0].size, cases[0].places()
+    by_rank = run_world(live_all, size, cases, kind="processes", transport=transport, hosts=hosts, timeout=SECONDS)
+    for case, runs in zip(cases, zip(*by_rank, strict=True), strict=True):
+        check(case, runs, within(case, transport))
 
 
 @pytest.mark.slow
@@ -94,12 +134,4 @@ def live_all(transport: Transport, hosts: str) -> list[Run]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_algorithm_and_life_between_processes(world: str, size: int) -> None:
-    """One world for all, since worlds take long to start."""
-    hosts = WORLDS[world]
-    cases = cases_of(size, hosts)
-    transport = world.partition(" ")[0]
-    by_rank = run_world(
-        live_all, size, hosts, kind="processes", transport=transport, hosts=cases[0].places(), timeout=SECONDS
-    )
-    for case, runs in zip(cases, zip(*by_rank, strict=True), strict=True):
-        check(case, runs, within(case, transport))
+    check_between_processes(world.partition(" ")[0], cases_of(size, WORLDS[world]))

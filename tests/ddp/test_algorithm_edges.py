@@ -222,10 +222,10 @@ def test_the_state_of_another_algorithm_is_refused() -> None:
     "make",
     [
         lambda: DDP(weight(), InProcessTransport.create_group(1)[0], algorithm=LocalSGDAlgorithm),
-        lambda: Phased("local_sgd", 3, then=LocalSGDAlgorithm(2)),
+        lambda: Phased(LocalSGDAlgorithm, 3, then=LocalSGDAlgorithm(2)),
         lambda: GradientAllReduceAlgorithm(compressor=torch.bfloat16),
     ],
-    ids=["class", "name", "dtype"],
+    ids=["class", "phase", "dtype"],
 )
 def test_what_is_no_object_of_its_kind_is_refused(make: Any) -> None:
     with pytest.raises(ConfigError, match=r"is no (Algorithm|Compressor)"):

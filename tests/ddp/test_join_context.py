@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,13 @@ from ddp.models import all_equal, backward, errors_on, fill, number, on_ranks, v
 from murmura import (
     DDP,
     Algorithm,
+    AlgorithmImpl,
+    Bucket,
     ByteGradAlgorithm,
     ConfigError,
     GradientAllReduceAlgorithm,
+    Phased,
+    PowerSGDAlgorithm,
     Transport,
     UsageError,
     run_world,
@@ -84,7 +89,11 @@ def train(transport: Transport, algorithm: object, num_steps: list[int]) -> tupl
     return weights_of(ddp.module), buffers, ddp._replica.round
 
 
-@pytest.mark.parametrize("algorithm", [None, ByteGradAlgorithm()], ids=["plain", "8 bits"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [None, ByteGradAlgorithm(), PowerSGDAlgorithm(min_compression_rate=1.0)],
+    ids=["plain", "8 bits", "powersgd"],
+)
 @pytest.mark.parametrize("num_steps", [[3, 1, 5], [4, 0, 2]], ids=str)
 def test_all_ranks_end_with_the_weights_of_the_last(algorithm: object, num_steps: list[int]) -> None:
     results = on_ranks(train, 3, algorithm, num_steps)
@@ -113,6 +122,54 @@ def test_the_weights_are_those_of_a_plain_loop() -> None:
         optimizer.step()
     for weights in on_ranks(run, 2):
         torch.testing.assert_close(weights, weights_of(model), rtol=0, atol=1e-12)
+
+
+def train_either_way(transport: Transport, algorithm: str, by_loader: bool) -> Tensor:
+    """Rank 0 has two batches and rank 1 five; then all have some more, so that what messages lost counts."""
+    ddp = DDP(fill(nn.Linear(6, 5).double()), transport, algorithm=algorithm)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+
+    def take_step(index: int) -> None:
+        optimizer.zero_grad()
+        ddp(values(4, 6, seed=10 * index + transport.rank, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+
+    own = range(2 if transport.rank == 0 else 5)
+    with contextlib.nullcontext() if by_loader else ddp.join(divide_by_initial_world_size=False):
+        for index in ddp.join(own) if by_loader else own:
+            take_step(index)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)  # the moments of a rank that left its loop are old
+    for index in range(5, 9):
+        take_step(index)
+    ddp.verify_in_sync()
+    weights = weights_of(ddp.module)
+    ddp.close()
+    return weights
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["powersgd:min_compression_rate=1", "gradient_allreduce:compressor=topk(ratio=0.2)"]
+)
+def test_what_messages_lost_is_that_of_a_loop_over_a_loader(algorithm: str) -> None:
+    for weights, wanted in zip(
+        *(on_ranks(train_either_way, 2, algorithm, each) for each in (False, True)), strict=True
+    ):
+        torch.testing.assert_close(weights, wanted, rtol=0, atol=1e-12)
+
+
+class OwnMean(AlgorithmImpl):
+    def on_bucket_ready(self, bucket: Bucket) -> None:
+        self.process_group.all_reduce(bucket.flat, "mean")
+
+
+class Own(Algorithm):
+    impl = OwnMean
+
+
+def test_an_algorithm_of_ones_own_that_averages_gradients_is_taken() -> None:
+    results = on_ranks(train, 3, Own(), [3, 1, 5])
+    assert all_equal(results)
+    assert torch.allclose(results[0][0], on_ranks(train, 3, None, [3, 1, 5])[0][0], rtol=0, atol=1e-6)
 
 
 def test_buffers_come_from_a_rank_that_has_data() -> None:
@@ -163,7 +220,12 @@ def test_a_world_of_one_has_nobody_to_wait_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["shift_one", "local_sgd", "qadam", "async", GradientAllReduceAlgorithm(average=False)], ids=str
+    "algorithm",
+    [
+        *("shift_one", "local_sgd", "qadam", "async", GradientAllReduceAlgorithm(average=False)),
+        Phased("powersgd", 3, then="bytegrad"),
+    ],
+    ids=str,
 )
 def test_algorithms_that_do_not_average_gradients_are_refused(algorithm: str | Algorithm) -> None:
     ddp = DDP(weight(), algorithm=algorithm)

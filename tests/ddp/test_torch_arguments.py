@@ -135,6 +135,7 @@ def test_bucket_caps_are_sizes_of_buckets() -> None:
         ({"broadcast_buffers": False}, [1.0, 2.0], [5.0, 6.0]),
         ({"forward_sync_buffers": False}, [1.0, 1.0], [5.0, 6.0]),
         ({"init_sync": False}, [1.0, 2.0], [5.0, 5.0]),
+        ({"init_sync": False, "algorithm": "powersgd"}, [1.0, 2.0], [5.0, 5.0]),
     ],
     ids=str,
 )

@@ -146,6 +146,12 @@ class AlgorithmImpl:
     def after_steps(self) -> None:
         """Called when the optimizers have stepped on every parameter that has a gradient; not if one was skipped."""
 
+    def round_is_over(self) -> None:
+        """Called when what was sent in the last round will not be taken back, although this rank takes no step.
+
+        That is in a block of ``ddp.join()`` that this rank has left: only the others step.
+        """
+
     def settle(self) -> None:
         """Called between rounds: do what still waits for a step, because it was skipped. May communicate.
 

@@ -97,7 +97,6 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         self.round_is_over()
 
     def round_is_over(self) -> None:
-        """What was sent will not be taken back: the step comes, or, after this rank's last batch, that of others."""
         self._rounds_since_step = 0
         for mean in self._means.values():
             mean.forget_kept()

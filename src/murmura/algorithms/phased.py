@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
-from murmura.algorithms.checks import at_least_one, instances_of
+from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.names import as_algorithm
 from murmura.algorithms.switching import replace_algorithm
 from murmura.buckets import Bucket
 from murmura.types import Exchanges
@@ -89,6 +90,9 @@ class PhasedImpl(AlgorithmImpl):
     def after_steps(self) -> None:
         self.running.after_steps()
 
+    def round_is_over(self) -> None:
+        self.running.round_is_over()
+
     def settle(self) -> None:
         self.running.settle()
 
@@ -126,29 +130,30 @@ class PhasedImpl(AlgorithmImpl):
 
 @dataclass(frozen=True)
 class Phased(Algorithm):
-    """Runs `first` for the rounds before `until_round`, and `then` from that round on.
+    """Runs `first` for the rounds before `until_round`, and `then` from that round on; each may be given by name.
 
     Where `first` lets replicas differ, `then` starts from their mean. Phases nest: `then` may be phased again.
     """
 
     impl: ClassVar[type[AlgorithmImpl]] = PhasedImpl
 
-    first: Algorithm
+    first: Algorithm | str
     until_round: int
-    then: Algorithm = field(kw_only=True)
+    then: Algorithm | str = field(kw_only=True)
 
     def __post_init__(self) -> None:
         at_least_one(until_round=self.until_round)
-        instances_of(Algorithm, first=self.first, then=self.then)
+        object.__setattr__(self, "first", as_algorithm(self.first))
+        object.__setattr__(self, "then", as_algorithm(self.then))
 
     @property
     def period(self) -> int:
-        return self.then.period
+        return as_algorithm(self.then).period
 
     @property
     def hides_exchange(self) -> bool:
-        return self.then.hides_exchange
+        return as_algorithm(self.then).hides_exchange
 
     @property
     def keeps_replicas_equal(self) -> bool:
-        return self.then.keeps_replicas_equal
+        return as_algorithm(self.then).keeps_replicas_equal

@@ -226,6 +226,9 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         self._rounds_since_step += 1
 
     def before_step(self, optimizer: Optimizer) -> None:
+        self.round_is_over()
+
+    def round_is_over(self) -> None:
         self._rounds_since_step = 0
         self._errors.forget_kept()
         self._factors.forget_kept()

@@ -21,7 +21,7 @@ log = logging.getLogger("murmura")
 @register_compressor("uint8")
 @dataclass(frozen=True)
 class MinMaxUInt8(Compressor):
-    """255 levels between the minimum and the maximum of each block; zero is exact where a block spans it.
+    """255 steps between the minimum and the maximum of each block; zero is exact where a block spans it.
 
     `block_size` is in elements; None makes one block of the whole tensor. An element is off by half a step of its
     block (255 steps make its range) and the dtype's own rounding at most; a block of equal values is exact. A block

@@ -17,7 +17,7 @@ from murmura.errors import ConfigError
 @register_compressor("uint4", feedback=True)
 @dataclass(frozen=True)
 class MinMaxUInt4(Compressor):
-    """15 levels between the minimum and the maximum of each block; zero is exact where a block spans it.
+    """15 steps between the minimum and the maximum of each block; zero is exact where a block spans it.
 
     As `MinMaxUInt8`, with steps that are 17 times as long: hence short blocks, and error feedback by default where it
     is asked for by name. `block_size` is an even number of elements.

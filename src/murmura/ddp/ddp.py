@@ -44,8 +44,8 @@ class DDP(TorchSurface):
         module: the model; reached again as `.module`, and calling it directly works too.
         transport: None connects as the environment says, and `close` closes that connection; one that is given
             stays the caller's. A list is taken as torch's `device_ids`.
-        algorithm: an Algorithm or its name, the same on all ranks; None takes the environment's, else gradient
-            all-reduce.
+        algorithm: an Algorithm or its name, the same on all ranks; None takes that of the config that `transport` was
+            connected by, else the environment's, else gradient all-reduce.
         bucket_size_bytes: parameters travel together in buckets of at most about this size; a smaller model is cut
             into several all the same, so that they travel while backward goes on.
         broadcast_buffers: whether ranks take over rank 0's buffers at the start and at the first forward of a round;
@@ -97,8 +97,8 @@ class DDP(TorchSurface):
         **others: Any,
     ) -> None:
         super().__init__()
-        chosen = _given_or_default(algorithm)
         given, device_ids = split_positional(transport, device_ids)
+        chosen = _given_or_default(algorithm, given)
         arguments, bucket_bytes, on_nonfinite = check_options(
             bucket_size_bytes=bucket_size_bytes,
             broadcast_buffers=broadcast_buffers,
@@ -346,5 +346,7 @@ class DDP(TorchSurface):
         return self.module
 
 
-def _given_or_default(algorithm: Algorithm | str | None) -> Algorithm:
-    return as_algorithm(setting_from_env("algorithm") or PLAIN if algorithm is None else algorithm)
+def _given_or_default(algorithm: Algorithm | str | None, transport: Any = None) -> Algorithm:
+    if algorithm is not None:
+        return as_algorithm(algorithm)
+    return as_algorithm(getattr(transport, "default_algorithm", None) or setting_from_env("algorithm") or PLAIN)

@@ -16,12 +16,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from murmura.algorithms import AlgorithmImpl, GradientAllReduceAlgorithmImpl
+from murmura.algorithms import AlgorithmImpl
 from murmura.ddp.replica import ModelReplica
 from murmura.ddp.round import Event, Round
 from murmura.ddp.settling import Settling
 from murmura.errors import UsageError
 from murmura.transports.base import Transport
+from murmura.types import Exchanges
 
 
 class Stage(enum.IntEnum):
@@ -107,7 +108,8 @@ class UnevenInputs:
         if self.active:
             raise UsageError("ddp.join() is already open; leave its block before you open another.")
         algorithm = self._model.algorithm
-        if not isinstance(algorithm, GradientAllReduceAlgorithmImpl) or not algorithm.averages:
+        # Its class says so: what changes from round to round may end while a rank stands in.
+        if type(algorithm).exchanges is not Exchanges.GRADIENTS or not algorithm.averages:
             raise UsageError(
                 f"join() without a loader stands in for a rank that is out of data by zero gradients in a mean, and "
                 f"{type(algorithm).__name__} does not average gradients here. Give it the loader, which works for "
@@ -180,8 +182,7 @@ class UnevenInputs:
         for parameter in model.replica.parameters:
             parameter.grad = None
         model.finish(Event.SYNC)
-        if isinstance(model.algorithm, GradientAllReduceAlgorithmImpl):
-            model.algorithm.round_is_over()
+        model.algorithm.round_is_over()
         model.settling.settle()
 
     def _close(self) -> None:

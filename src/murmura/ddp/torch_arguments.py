@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from murmura.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
+from murmura.algorithms import Algorithm
 from murmura.algorithms.checks import yes_or_no
 from murmura.errors import ConfigError, UsageError
+from murmura.types import Exchanges
 
 log = logging.getLogger("murmura")
 
@@ -115,7 +116,7 @@ class TorchArguments:
 
     def check_start(self, algorithm: Algorithm) -> None:
         """Refuse `init_sync=False` where an algorithm relies on equal weights: nobody would notice if they differ."""
-        if not self.init_sync and not isinstance(algorithm, (GradientAllReduceAlgorithm, ByteGradAlgorithm)):
+        if not self.init_sync and (algorithm.impl is None or algorithm.impl.exchanges is not Exchanges.GRADIENTS):
             raise ConfigError(
                 f"init_sync=False: {type(algorithm).__name__} starts from equal weights on all ranks. Leave init_sync "
                 "out."

@@ -49,6 +49,7 @@ class Transport(Operations, ABC):
         timeout: seconds any wait may last unless a call says otherwise.
         device: the device whose memory the transport works in; tensors of other kinds are copied there and back. None
             means any.
+        default_algorithm: the name of what DDP runs on it unless it is told; None leaves that to the environment.
         operation: the operation that runs now, as errors name it: "all_reduce #3"; empty between operations.
         failure: the error that has poisoned the transport, if one has.
         closed: whether this rank has closed it.

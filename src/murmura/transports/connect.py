@@ -66,7 +66,9 @@ def connect(
     """
     options = _Options.of(device, transport, timeout, check)
     group = default_group() if config is None else None
-    return _connect_by_config(config, options) if group is None else _connect_with(group, options)
+    made = _connect_by_config(config, options) if group is None else _connect_with(group, options)
+    made.default_algorithm = None if config is None else config.algorithm
+    return made
 
 
 def transport_for(module: nn.Module, *, transport: Any = None, process_group: Any = None) -> Transport:

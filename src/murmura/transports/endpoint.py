@@ -52,6 +52,7 @@ class Endpoint:
         self.failure: BaseException | None = None
         self.closed = False
         self.operation = ""
+        self.default_algorithm: str | None = None
         self._executor = SerialExecutor(f"{self.name}-rank{rank}")
         weakref.finalize(self, _end_thread, weakref.ref(self), self._executor)  # dropped, or open when the program ends
         self.num_collectives = 0  # called so far
@@ -206,6 +207,7 @@ class Endpoint:
         self._splits.add(split)
         split._parent = self  # so that a channel that was dropped still hands on what ends this one
         split._failures = self._failures
+        split.default_algorithm = self.default_algorithm
         if split.world_size == self.world_size:
             split._listeners = self._listeners
         if members is not None:

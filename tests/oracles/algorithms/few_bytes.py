@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracles.algorithms.gradients import QAdam
+from oracles.algorithms.gradients import QAdam, unused_elements
 from oracles.algorithms.simulation import Feedback, Lossy, Replicas, Rule, chunks, mean, there_and_back
 from oracles.algorithms.weights import DiLoCo
 
@@ -104,7 +104,9 @@ class GatheredQAdam(QAdam):
         self.lost = self.lost or [torch.zeros_like(flat) for flat in flats]
         wanted = [flat + lost for flat, lost in zip(flats, self.lost, strict=True)]
         decoded = [self.gathered(each) for each in wanted]
-        self.lost = [each - gone for each, gone in zip(wanted, decoded, strict=True)]
+        unused = unused_elements(replicas.models, list(self.second))
+        left = [each - gone for each, gone in zip(wanted, decoded, strict=True)]
+        self.lost = [torch.where(unused, before, now) for before, now in zip(self.lost, left, strict=True)]
         parts = mean(decoded, [len(team) for team in teams]).split([moment.numel() for moment in self.second.values()])
         for name, part in zip(self.second, parts, strict=True):
             if name in self.used:

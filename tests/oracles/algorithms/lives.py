@@ -130,16 +130,16 @@ class Switched(Around):
                     state[key] = common.clone()
 
 
-class QAdamUntil(QAdam):
-    """From round `until` on, mean gradients for the same optimizer."""
+class QAdamUntil(Around):
+    """`inner`, a `QAdam`; from round `until` on, mean gradients for the same optimizer."""
 
-    def __init__(self, *args: Any, until: int, **choices: Any) -> None:
-        super().__init__(*args, **choices)
-        self.until = until
+    def __init__(self, inner: QAdam, until: int) -> None:
+        super().__init__(inner)
+        self.optimizer, self.until = inner, until
 
     def after_backward(self, replicas: Replicas) -> None:
         if replicas.round >= self.until:
-            self.q = torch.clone  # of moments that are equal
+            self.optimizer.q = torch.clone  # of moments that are equal
             AllReduce().after_backward(replicas)
         else:
             super().after_backward(replicas)

@@ -32,6 +32,7 @@ class TransportWrapper(Transport):
         self.inner = transport
         self._ended = threading.Event()  # set by abort and close, for what waits in a wrapper
         self._listeners = transport._listeners
+        self.default_algorithm = transport.default_algorithm
 
     def without_listeners(self) -> Self:
         self.inner.without_listeners()
