@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+
 import pytest
 import torch
+from torch import nn
 
 from contracts.grids import SIZES, grid
 from contracts.test_algorithms_state import check_resumption
 from contracts.training import assert_close, by_step, regression, step, train_world
+from ddp.models import fill, values
 from murmura import DDP, Algorithm, DiLoCoAlgorithm, LocalSGDAlgorithm, StreamingDiLoCoAlgorithm, Transport, run_world
 from oracles.algorithms.simulation import flat_of, simulate
 from oracles.algorithms.streaming_diloco import StreamingDiLoCo
@@ -71,3 +75,61 @@ def test_the_formula_counts_two_moments() -> None:
     assert DiLoCoAlgorithm(10, average_moments=True).bytes_per_round(1000, 4) == 3 * whole
     streaming = StreamingDiLoCoAlgorithm(10, compressor=None, average_moments=True)
     assert streaming.bytes_per_round(1000, 4) == 3 * whole
+
+
+class Halves(nn.Module):
+    """Two parts for two optimizers, and a scalar in front, beside whose moments a number of steps looks alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.parts = nn.ModuleList(fill(nn.Linear(4, 2)) for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
+        return self.scale * sum(self.parts[each](inputs) for each in parts)
+
+
+def train_halves(
+    transport: Transport, skips: Mapping[int, Collection[tuple[int, int]]], parts: Sequence[Sequence[int]]
+) -> list[list[torch.Tensor]]:
+    """The moments of two optimizers after three rounds; `skips` has (rank, optimizer) that skip, by round."""
+    ddp = DDP(Halves(), transport, algorithm=LocalSGDAlgorithm(3, average_moments=True))
+    optimizers = [
+        torch.optim.Adam([ddp.module.scale, *ddp.module.parts[0].parameters()], lr=0.1),
+        torch.optim.Adam(ddp.module.parts[1].parameters(), lr=0.1),
+    ]
+    for number in range(3):
+        ddp.zero_grad()
+        ddp(values(3, 4, seed=10 * number + transport.rank), parts[transport.rank]).square().sum().backward()
+        for index, optimizer in enumerate(optimizers):
+            if (transport.rank, index) not in skips.get(number, ()):
+                optimizer.step()
+    ddp.settle()
+    for optimizer in optimizers:
+        optimizer.state_dict()  # holds nothing of the other one's parameters
+    found = [[state["exp_avg"] for state in optimizer.state.values()] for optimizer in optimizers]
+    ddp.close()
+    return found
+
+
+BOTH = [[0, 1]] * 2
+
+
+def test_the_order_in_which_optimizers_came_to_step_does_not_matter() -> None:
+    (adam, other_adam), others = run_world(train_halves, 2, {0: [(0, 0)]}, BOTH, timeout=SECONDS)
+    assert len(adam) == 3
+    assert len(other_adam) == 2
+    assert all(map(torch.equal, [*adam, *other_adam], [*others[0], *others[1]]))
+
+
+def test_moments_of_optimizers_that_not_all_ranks_know_are_left_alone() -> None:
+    skips = {number: [(0, 0), (1, 1)] for number in range(3)}  # the one knows the second only, the other the first
+    first, second = run_world(train_halves, 2, skips, BOTH, timeout=SECONDS)
+    assert [len(each) for each in first] == [0, 2]
+    assert [len(each) for each in second] == [3, 0]
+
+
+def test_moments_of_a_part_that_one_rank_never_used_come_from_the_others() -> None:
+    first, second = run_world(train_halves, 2, {}, [[0, 1], [1]], timeout=SECONDS)
+    assert [len(each) for each in second] == [3, 2]
+    assert all(map(torch.equal, [*first[0], *first[1]], [*second[0], *second[1]]))

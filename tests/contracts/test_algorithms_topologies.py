@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -250,6 +251,18 @@ def test_a_graph_that_does_not_add_up_is_refused_before_anything_is_sent(topolog
     for algorithm in (PushSumAlgorithm(topology), DecentralizedAlgorithm(topology=topology)):
         with pytest.raises(ConfigError, match=told):
             train_world(3, algorithm, regression(), 1)
+
+
+def one_way(kept: float, rank: int, size: int, number: int) -> Neighbours:
+    """Rank 0 hands out all but `kept` of what it holds, and nothing comes back."""
+    return Neighbours([1], [], [kept]) if rank == 0 else Neighbours([], [0], [1.0, 1 - kept])
+
+
+def test_a_rank_that_is_left_with_nothing_is_named_instead_of_weights_that_are_none() -> None:
+    with pytest.raises(ConfigError, match="exchange 0: rank 0 is left with 0 of one share"):
+        train_world(2, PushSumAlgorithm(functools.partial(one_way, 0.0)), regression(), 1)
+    with pytest.raises(ConfigError, match=r"exchange 6: rank 0 is left with 4.7.*e-07 of one share"):
+        train_world(2, PushSumAlgorithm(functools.partial(one_way, 0.125)), standing_still(), 10)
 
 
 def test_what_is_no_topology_is_refused() -> None:

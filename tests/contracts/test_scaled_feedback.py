@@ -33,9 +33,16 @@ def weights_after(
     task = regression("momentum", torch.float32)
     ddp = DDP(task.make_model(), transport, algorithm=algorithm)
     optimizer = task.make_optimizer(ddp.parameters())
+    ddp.train(how != "eval mode")
     for number in rounds:
-        optimizer.zero_grad(set_to_none=how != "zeros")
-        task.backward(ddp, number, transport.rank)
+        if how == "forward first":
+            inputs, targets = task.shard(number, 0, transport.rank)
+            loss = nn.functional.mse_loss(ddp(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+        else:
+            optimizer.zero_grad(set_to_none=how != "zeros")
+            task.backward(ddp, number, transport.rank)
         if number not in thrown_away:
             optimizer.step()
         elif how == "resumed":  # saved between the step that was not and the next forward
@@ -49,7 +56,10 @@ def weights_after(
     return flat
 
 
-@grid("skipped, how", (0, 2), ("resumed", "none", "zeros"), sample=3)  # buckets are cut anew after round 0
+HOW = ("resumed", "none", "zeros", "eval mode", "forward first")
+
+
+@grid("skipped, how", (0, 2), HOW, sample=2)  # buckets are cut anew after round 0
 def test_a_skipped_step_leaves_no_residual(how: str, skipped: int) -> None:
     algorithm = GradientAllReduceAlgorithm(compressor=FEEDBACK)
     with_it = run_world(weights_after, 3, algorithm, range(5), [skipped], how, timeout=SECONDS)

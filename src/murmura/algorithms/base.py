@@ -118,6 +118,12 @@ class AlgorithmImpl:
         In the latter case nothing may be written, and what the round before left pending may not have run yet.
         """
 
+    def before_backward(self) -> None:
+        """Called when a backward reaches an output of the model, and no gradient of the round has come yet.
+
+        Gradients of the last round that were zeroed are gone by now; before the forward they may still have been there.
+        """
+
     def on_bucket_ready(self, bucket: Bucket) -> None:
         """Called in bucket order when `bucket` is full, in the communication thread; may block.
 

@@ -50,7 +50,13 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     def setup(self, replica: Replica) -> None:
         self._replica = replica
 
-    def before_forward(self) -> None:
+    def before_round(self) -> None:
+        self._notice_skipped_step()
+
+    def before_backward(self) -> None:
+        self._notice_skipped_step()
+
+    def _notice_skipped_step(self) -> None:
         remembers = self._means or self._restored or not self.averages
         if self._rounds_since_step and remembers and gradients_are_gone(self._replica):
             self.skip_step()

@@ -69,6 +69,9 @@ class PhasedImpl(AlgorithmImpl):
     def before_forward(self) -> None:
         self.running.before_forward()
 
+    def before_backward(self) -> None:
+        self.running.before_backward()
+
     def on_bucket_ready(self, bucket: Bucket) -> None:
         self.running.on_bucket_ready(bucket)
 

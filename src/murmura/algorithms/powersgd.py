@@ -235,7 +235,13 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         self._free_flats |= self._kept_flats
         self._kept_flats = {}
 
-    def before_forward(self) -> None:
+    def before_round(self) -> None:
+        self._notice_skipped_step()
+
+    def before_backward(self) -> None:
+        self._notice_skipped_step()
+
+    def _notice_skipped_step(self) -> None:
         if self._rounds_since_step and gradients_are_gone(self._replica):
             self.skip_step()
             self._rounds_since_step = 0

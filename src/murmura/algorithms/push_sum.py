@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from murmura.transports.base import Transport
 
 
+LEAST_WEIGHT = 2.0**-20
+"""Below it a step moves z a million times as far as the optimizer meant, and x soon holds no digits of z."""
+
+
 class PushSumAlgorithmImpl(AfterStepImpl):
     """The running state of `PushSumAlgorithm` for one model.
 
@@ -42,7 +46,8 @@ class PushSumAlgorithmImpl(AfterStepImpl):
 
     def __init__(self, process_group: Transport, **choices: Any) -> None:
         super().__init__(process_group, **choices)
-        self._neighbours_of_all()  # refuse a topology before anything is sent
+        self._w = [1.0] * process_group.world_size
+        self._weights_after(self._neighbours_of_all())  # refuse a topology before anything is sent
         self._mixer = Mixer(process_group)
 
     def use(self, weights: FlatWeights) -> None:
@@ -63,6 +68,7 @@ class PushSumAlgorithmImpl(AfterStepImpl):
         if size == 1:
             return
         found = self._neighbours_of_all()
+        after = self._weights_after(found)
         self._number += 1
         self._weights.read(self._flats)
         for flat, x in zip(self._flats, self._x, strict=True):
@@ -70,11 +76,7 @@ class PushSumAlgorithmImpl(AfterStepImpl):
             flat.copy_(x)
             self._mixer.mix(flat, found[rank])
             x.copy_(flat)
-        self._w = [
-            each.weights[0] * self._w[index]
-            + sum(weight * self._w[peer] for peer, weight in zip(each.receives_from, each.weights[1:], strict=True))
-            for index, each in enumerate(found)
-        ]
+        self._w = after
         for flat in self._flats:
             flat.div_(self._w[rank])
         self._weights.write(self._flats)
@@ -89,6 +91,22 @@ class PushSumAlgorithmImpl(AfterStepImpl):
                     "it holds. Let its weight with itself and with those it sends to sum up to 1."
                 )
         return found
+
+    def _weights_after(self, found: Sequence[Neighbours]) -> list[float]:
+        """All w after an exchange; refused if a rank would hold next to nothing: then z = x / w is none."""
+        after = [
+            each.weights[0] * self._w[index]
+            + sum(weight * self._w[peer] for peer, weight in zip(each.receives_from, each.weights[1:], strict=True))
+            for index, each in enumerate(found)
+        ]
+        least = min(range(len(after)), key=after.__getitem__)
+        if after[least] < LEAST_WEIGHT:
+            raise ConfigError(
+                f"topology={self.topology!r}, exchange {self._number}: rank {least} is left with {after[least]:g} of "
+                "one share, because it hands out more than it receives, time and again. Let what every rank hands out "
+                "come back to it over others, and let it keep a share."
+            )
+        return after
 
     def state_dict(self) -> dict[str, Any]:
         return {"x": self._weights.by_name(self._x), "w": list(self._w), "number": self._number}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from murmura.algorithms.weights import FlatWeights
 from murmura.buckets.flat import FlatTensors, plain_memory
 from murmura.collectives.deadline import Deadline
 from murmura.errors import UsageError
+from murmura.transports.objects import all_gather_json
 from murmura.types import Exchanges, ReduceOp
 
 
@@ -50,11 +52,11 @@ def _average_weights(replica: Replica, weight: float, timeout: float) -> None:
 @torch.no_grad()
 def average_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None:
     """Average the moments of `optimizers`: with different moments, equal weights would drift apart again."""
-    _complete_moments(replica, optimizers)
-    moments = list(_moments(replica, optimizers))
-    layout = zlib.crc32("; ".join(name for name, _ in moments).encode())
-    least, most = _extremes(replica, layout)
-    if least != most:
+    ordered = _in_common_order(replica, optimizers)
+    _check_same_optimizers(replica, ordered)
+    _complete_moments(replica, ordered)
+    moments = list(_moments(replica, ordered))
+    if not _is_same_everywhere(replica, "; ".join(name for name, _ in moments)):
         raise UsageError(
             "the ranks' optimizers do not hold the same moments, so they cannot be averaged. Build the same optimizers "
             "on every rank, or new ones before you change the algorithm."
@@ -69,48 +71,72 @@ def average_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None:
 def average_known_moments(replica: Replica) -> None:
     """As `average_moments`, for all optimizers that have stepped; does nothing until every rank has taken a step."""
     optimizers = replica.optimizers
-    least, most = _extremes(replica, len(optimizers))
-    if least == most > 0:
+    if _is_same_everywhere(replica, _description(replica, _in_common_order(replica, optimizers))) and optimizers:
         average_moments(replica, optimizers)
+
+
+def _in_common_order(replica: Replica, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """`optimizers` by the parameters that they hold: a rank that skips a step gets to know them in another order."""
+    return sorted(optimizers, key=lambda each: (_held(replica, each), type(each).__name__))
+
+
+def _held(replica: Replica, optimizer: Optimizer) -> list[int]:
+    """The indices of the parameters that `optimizer` steps on."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [index for index, parameter in enumerate(replica.parameters) if id(parameter) in held]
+
+
+def _description(replica: Replica, optimizers: Sequence[Optimizer]) -> str:
+    return "; ".join(f"{type(each).__name__} {_held(replica, each)}" for each in optimizers)
+
+
+def _check_same_optimizers(replica: Replica, optimizers: Sequence[Optimizer]) -> None:
+    if not _is_same_everywhere(replica, _description(replica, optimizers)):
+        names = ", ".join(type(each).__name__ for each in optimizers) or "none"
+        raise UsageError(
+            f"the optimizers that have stepped on rank {replica.transport.reporter.own} ({names}) are not those that "
+            "have stepped on all other ranks, so their moments cannot be averaged. Let every optimizer step on every "
+            "rank before you change the algorithm, or build new ones then."
+        )
 
 
 def _complete_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None:
     """A parameter that only other ranks have stepped on so far gets moments of zero here."""
-    states = [optimizer.state for optimizer in optimizers]
-    _check_as_many(replica, len(states))
-    stepped = torch.tensor(
-        [bool(state.get(each)) for state in states for each in replica.parameters], dtype=torch.int32
-    )
-    anywhere = stepped.clone()
-    replica.transport.all_reduce(anywhere, ReduceOp.MAX)
-    missing = iter((anywhere > stepped).tolist())
-    for state in states:
-        known = next(((each, state[each]) for each in replica.parameters if state.get(each)), None)
-        for parameter in replica.parameters:
-            if next(missing) and known is not None:
-                other, moments = known
-                state[parameter] = {
-                    key: torch.zeros_like(parameter if value.dim() and value.shape == other.shape else value)
-                    if isinstance(value, Tensor)
-                    else value
-                    for key, value in moments.items()
-                }
-
-
-def _extremes(replica: Replica, value: int) -> tuple[int, int]:
-    """The least and the largest `value` of all ranks."""
-    extremes = torch.tensor([-value, value])
+    states = [(optimizer.state, parameter) for optimizer in optimizers for parameter in replica.parameters]
+    is_here = torch.tensor([bool(state.get(parameter)) for state, parameter in states], dtype=torch.int32)
+    extremes = torch.stack([is_here, 1 - is_here])
     replica.transport.all_reduce(extremes, ReduceOp.MAX)
-    return -int(extremes[0]), int(extremes[1])
+    on_some = [str(index) for index in extremes.prod(0).nonzero().view(-1).tolist()]  # and not on others
+    if not on_some:
+        return
+    # By shapes of its own a rank cannot tell a moment from a number of steps, if it has stepped on scalars only.
+    own = {each: _forms(state.get(parameter, {})) for each in on_some for state, parameter in [states[int(each)]]}
+    of_all = all_gather_json(replica.transport, own)
+    for each in on_some:
+        state, parameter = states[int(each)]
+        known = next((state[other] for other in replica.parameters if state.get(other)), None)
+        if known is not None and not state.get(parameter):
+            forms: dict[str, Any] = next((forms[each] for forms in of_all if forms[each]), {})
+            zeros = {
+                key: torch.zeros(shape, dtype=getattr(torch, dtype), device=known[key].device)
+                for key, (shape, dtype) in forms.items()
+                if key in known
+            }
+            state[parameter] = {**known, **zeros}
 
 
-def _check_as_many(replica: Replica, num_optimizers: int) -> None:
-    least, most = _extremes(replica, num_optimizers)
-    if least != most:
-        raise UsageError(
-            f"{most} optimizers have stepped on some ranks and {least} on others, so their moments cannot be "
-            "averaged. Let every optimizer step on every rank before you change the algorithm, or build new ones then."
-        )
+def _forms(moments: Mapping[str, Any]) -> dict[str, tuple[list[int], str]]:
+    """The shape and dtype of each of `moments` that is a tensor."""
+    tensors = {key: value for key, value in moments.items() if isinstance(value, Tensor)}
+    return {key: (list(value.shape), str(value.dtype).removeprefix("torch.")) for key, value in tensors.items()}
+
+
+def _is_same_everywhere(replica: Replica, text: str) -> bool:
+    """Whether all ranks have the same `text`."""
+    fingerprint = zlib.crc32(text.encode())
+    extremes = torch.tensor([-fingerprint, fingerprint])
+    replica.transport.all_reduce(extremes, ReduceOp.MAX)
+    return -int(extremes[0]) == int(extremes[1])
 
 
 def _moments(replica: Replica, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Tensor]]:

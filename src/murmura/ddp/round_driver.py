@@ -237,6 +237,8 @@ class RoundDriver:
     def output_reached(self) -> None:
         """Backward has reached an output of the root: from here it can be followed to its end."""
         self._notice_exception()
+        if self.round.phase in (Phase.IDLE, Phase.OPEN):
+            self.algorithm.before_backward()
         self.backward.follow(through_root=True)
 
     def gradient_came(self, parameter: nn.Parameter, *, is_final: bool) -> None:

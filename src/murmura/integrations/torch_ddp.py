@@ -32,6 +32,7 @@ __all__ = ["AppliedAlgorithm", "apply"]
 _UNSEEN = (
     "before_round",
     "before_forward",
+    "before_backward",
     "parameters_unused",
     "after_backward",
     "skip_step",
