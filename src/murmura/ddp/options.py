@@ -38,8 +38,9 @@ def check_options(
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"{name}={value!r} must be a whole number, at least {least}.")
     check_flag("broadcast_buffers", broadcast_buffers)
-    if isinstance(ignore, str):
-        raise ConfigError(f"ignore={ignore!r} must be a list of names, such as [{ignore!r}].")
+    if isinstance(ignore, str) or not isinstance(ignore, Collection):
+        example = ignore if isinstance(ignore, str) else "head.weight"
+        raise ConfigError(f"ignore={ignore!r} must be a list of names, such as [{example!r}].")
     known = {name: value for name, value in torchs.items() if name in _TORCHS}
     words = TorchArguments(**known, others={name: each for name, each in torchs.items() if name not in _TORCHS})
     words.check()
