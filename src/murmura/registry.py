@@ -44,10 +44,16 @@ class Registry(Generic[T]):
 
     def register(self, name: str, **defaults: Any) -> Callable[[Maker], Maker]:
         """A decorator: `name` stands for what the class or function makes with `defaults`, unless options say else."""
+        if not isinstance(name, str):
+            raise ConfigError(
+                f'{name!r} cannot name a {self._word}: give a string, in parentheses: @register_{self._word}("mine").'
+            )
         if not name or set(name) & set(":=(), \t\n"):
             raise ConfigError(f"{name!r} cannot name a {self._word}: leave out ':', '=', ',', parentheses and spaces.")
 
         def add(make: Maker) -> Maker:
+            if not callable(make):
+                raise ConfigError(f"{self._word} {name!r} cannot stand for {make!r}: give a class or a function.")
             known = self._entries.get(name)
             if known is not None and _place(known.make) != _place(make):  # a module that is reloaded is no other
                 raise ConfigError(

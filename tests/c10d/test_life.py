@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -20,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from c10d.groups import run
-from murmura import ConfigError, PeerTimeout, Transport, TransportError, UsageError, run_world
+from murmura import ConfigError, PeerTimeout, Transport, TransportClosed, TransportError, UsageError, run_world
 from murmura.integrations.c10d import creation
 from murmura.integrations.c10d.operation_queue import OperationQueue
 from murmura.integrations.c10d.work import QueuedWork
+from murmura.transports import rendezvous
 
 
 def total(group: Any = None) -> float:
@@ -88,6 +90,46 @@ def test_a_world_can_be_destroyed_and_made_again() -> None:
     with tempfile.TemporaryDirectory() as folder:
         told = run_world(destroy_and_come_back, 2, folder, kind="processes", timeout=30)
         assert told == [[2.0] * 6] * 2
+
+
+def destroy_what_somebody_keeps(transport: Transport, folder: str, hosts: list[int]) -> str:
+    rendezvous.host_identity = lambda: f"host {hosts[transport.rank]}"
+    before = held()
+    store = f"file://{folder}/store"
+    dist.init_process_group("murmura", init_method=store, rank=transport.rank, world_size=transport.world_size)
+    group: Any = dist.group.WORLD  # as torch keeps it, in default arguments and in caches of DTensor
+    assert total() == len(hosts)
+    assert held() > before
+    dist.destroy_process_group()
+    gc.collect()
+    assert held() == before
+    assert group.rank() == transport.rank
+    assert group.size() == len(hosts)
+    group.shutdown()
+    group.abort()
+    with pytest.raises(TransportClosed, match=f"rank {transport.rank} closed"):
+        group.allreduce([torch.ones(3)], dist.AllreduceOptions()).wait()
+    with pytest.raises(TransportClosed, match=f"rank {transport.rank} closed"):
+        group.send([torch.ones(3)], 0, 0).wait()
+    return "done"
+
+
+def held() -> set[str]:
+    """The memory and the connections that this process holds; the group of torch's store stays out of it."""
+    found = {
+        os.readlink(each)
+        for each in map("/proc/self/fd/{}".format, os.listdir("/proc/self/fd"))
+        if os.path.lexists(each)
+    }
+    mapped = {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:murmura" in line}
+    return mapped | {each for each in found if each.startswith(("socket:", "/memfd:", "anon_inode:"))}
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1, 2], [0, 0, 1]], ids=str)
+def test_a_destroyed_group_that_is_kept_holds_nothing(hosts: list[int]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        told = run_world(destroy_what_somebody_keeps, 3, folder, hosts, kind="processes", timeout=60)
+        assert told == ["done"] * 3
 
 
 def groups_of_groups() -> list[float]:

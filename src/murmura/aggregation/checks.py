@@ -8,14 +8,17 @@ from torch import Tensor
 
 from murmura.collectives.reduction import check_reducible
 from murmura.config import DistributedConfig, raise_faults
-from murmura.errors import UsageError
-from murmura.transports.base import Transport
+from murmura.errors import ConfigError, UsageError
+from murmura.transports.base import Transport, check_transport
 from murmura.transports.checks import check_dense
 from murmura.types import ReduceOp
 
 
 def check_place(config: DistributedConfig, transport: Transport) -> None:
     """Raise `ConfigError` if config and transport differ in rank or world size; all contradictions at once."""
+    if not isinstance(config, DistributedConfig):
+        raise ConfigError(f"config={config!r} is no DistributedConfig. Give one, such as DistributedConfig.from_env().")
+    check_transport(transport)
     places = {"world_size": (config.world_size, transport.world_size), "rank": (config.rank, transport.rank)}
     faults = [
         f"{name}={told} contradicts the transport, whose {name} is {found}. "

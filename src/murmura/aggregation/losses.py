@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from murmura.errors import UsageError
-from murmura.transports.base import Transport
+from murmura.transports.base import Transport, check_transport
 
 
 def average_losses(transport: Transport, loss: Tensor | float, num_samples: int) -> float:
@@ -16,6 +16,7 @@ def average_losses(transport: Transport, loss: Tensor | float, num_samples: int)
 
     Computed in float64, by one all-reduce. A rank without samples takes part and counts nothing, whatever its loss.
     """
+    check_transport(transport)
     value = _number(loss)
     count = _count(num_samples)
     device = loss.device if isinstance(loss, Tensor) and loss.is_cuda else torch.device("cpu")
@@ -29,7 +30,10 @@ def average_losses(transport: Transport, loss: Tensor | float, num_samples: int)
 
 def _number(loss: Tensor | float) -> float:
     if not isinstance(loss, Tensor):
-        return float(loss)
+        try:
+            return float(loss)
+        except (TypeError, ValueError):
+            raise UsageError(f"loss={loss!r} is no number. Pass the mean loss of this rank's samples.") from None
     if loss.numel() != 1 or loss.is_complex():
         raise UsageError(
             f"the loss is a {loss.dtype} tensor of shape {list(loss.shape)}, not one real number. Pass loss.mean()."

@@ -43,8 +43,10 @@ def register_compressor(name: str, *, feedback: bool = False, **defaults: Any) -
     entry points of the group `murmura.compressors`.
     """
 
+    register = _REGISTRY.register(name, **defaults)
+
     def add(make: Maker) -> Maker:
-        _REGISTRY.register(name, **defaults)(_with_feedback(make, feedback))
+        register(_with_feedback(make, feedback) if callable(make) else make)
         return make
 
     return add

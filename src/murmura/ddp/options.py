@@ -38,8 +38,9 @@ def check_options(
     at_least(1, bucket_size_bytes=bucket_size_bytes)
     at_least(0, verify_every=verify_every)
     yes_or_no(broadcast_buffers=broadcast_buffers)
-    if isinstance(ignore, str):
-        raise ConfigError(f"ignore={ignore!r} must be a list of names, such as [{ignore!r}].")
+    if isinstance(ignore, str) or not isinstance(ignore, Collection):
+        example = ignore if isinstance(ignore, str) else "head.weight"
+        raise ConfigError(f"ignore={ignore!r} must be a list of names, such as [{example!r}].")
     known = {name: value for name, value in others.items() if name in _TORCH_NAMES}
     unknown = {name: value for name, value in others.items() if name not in _TORCH_NAMES}
     given = TorchArguments(**known, others=unknown)

@@ -16,8 +16,9 @@ def seed_everything(seed: int, rank: int) -> None:
     Streams of different ranks are independent. Ranks that are threads share these generators: give each its own
     torch.Generator instead.
     """
-    if seed < 0 or rank < 0:
-        raise UsageError(f"seed={seed} and rank={rank} must not be negative.")
+    for name, value in (("seed", seed), ("rank", rank)):
+        if not isinstance(value, int | np.integer) or value < 0:
+            raise UsageError(f"{name}={value!r} must be a whole number, at least 0.")
     derived = int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint32)[0])
     random.seed(derived)
     np.random.seed(derived)

@@ -135,7 +135,10 @@ class TorchArguments:
     def bucket_bytes(self, bucket_size_bytes: int) -> list[int]:
         """The sizes of the first buckets and, last, of all others, from torch's arguments or from ours."""
         caps = [] if self.bucket_cap_mb is None else [self.bucket_cap_mb]
-        caps += self.bucket_cap_mb_list or []
+        if self.bucket_cap_mb_list is not None:
+            if not isinstance(self.bucket_cap_mb_list, (list, tuple)):
+                raise ConfigError(f"bucket_cap_mb_list={self.bucket_cap_mb_list!r} must be a list of numbers above 0.")
+            caps += self.bucket_cap_mb_list
         if not caps:
             return [bucket_size_bytes]
         if bucket_size_bytes != DEFAULT_BUCKET_BYTES or (self.bucket_cap_mb is not None and self.bucket_cap_mb_list):
@@ -144,7 +147,8 @@ class TorchArguments:
             )
         for cap in caps:
             if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
-                raise ConfigError(f"bucket_cap_mb={cap!r} must be a number above 0.")
+                where = "bucket_cap_mb_list" if self.bucket_cap_mb_list else "bucket_cap_mb"
+                raise ConfigError(f"{where}: {cap!r} must be a number above 0.")
         return [max(1, int(cap * 2**20)) for cap in caps]
 
 

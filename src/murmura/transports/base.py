@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from murmura.errors import TransportError, UsageError
+from murmura.errors import ConfigError, TransportError, UsageError
 from murmura.transports import checks
 from murmura.transports.checks import Pairs, Tensors
 from murmura.transports.operations import Operations
@@ -31,7 +31,7 @@ from murmura.transports.serial_executor import Ticket
 from murmura.transports.tagged_messages import TaggedMessages
 from murmura.types import ReduceOp
 
-__all__ = ["Pairs", "Transport"]
+__all__ = ["Pairs", "Transport", "check_transport"]
 
 Op: TypeAlias = ReduceOp | str
 Seconds: TypeAlias = float | None
@@ -367,3 +367,9 @@ class Transport(Operations, ABC):
                 rank=own,
                 operation="allocate",
             ) from error
+
+
+def check_transport(transport: object) -> None:
+    """Raise `ConfigError` unless `transport` is one."""
+    if not isinstance(transport, Transport):
+        raise ConfigError(f"transport={transport!r} is no Transport. Pass what connect() or run_world() gives.")

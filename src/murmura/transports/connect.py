@@ -21,7 +21,7 @@ from murmura.environment import seconds, setting_from_env
 from murmura.errors import ConfigError
 from murmura.transports import devices
 from murmura.transports.announcement import Announcement
-from murmura.transports.base import Transport
+from murmura.transports.base import Transport, check_transport
 from murmura.transports.checks import Check, check_timeout
 from murmura.transports.choice import Choice, Claim, choose
 from murmura.transports.foreign_group import FakeGroupTransport, ForeignGroupTransport
@@ -64,6 +64,10 @@ def connect(
         timeout: seconds that any wait may last, before those of the config.
         check: "always" compares the calls of all ranks before every operation, also on process groups.
     """
+    if config is not None and not isinstance(config, DistributedConfig):
+        raise ConfigError(
+            f"config={config!r} is no DistributedConfig. Give one, or None for what the environment says."
+        )
     options = _Options.of(device, transport, timeout, check)
     group = default_group() if config is None else None
     made = _connect_by_config(config, options) if group is None else _connect_with(group, options)
@@ -80,11 +84,8 @@ def transport_for(module: nn.Module, *, transport: Any = None, process_group: An
     if transport is not None and process_group is not None:
         raise ConfigError("transport= and process_group= both say who the ranks are. Pass one of them.")
     if transport is not None:
-        if not isinstance(transport, Transport):
-            raise ConfigError(
-                f"transport={transport!r} is no Transport. Pass what connect() or run_world() gives, or None."
-            )
-        return transport
+        check_transport(transport)
+        return transport  # type: ignore[no-any-return]
     device = devices.device_of(module)
     if process_group is None:
         return connect(device=device)

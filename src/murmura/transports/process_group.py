@@ -35,6 +35,7 @@ from murmura.transports.serial_executor import Ticket
 from murmura.transports.signed_store import SignedStore
 from murmura.transports.stalls import StallNotes, WaitDeadline
 from murmura.transports.tagged_messages import TaggedMessages
+from murmura.transports.user_group import place_in
 from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp, parse
 
@@ -58,15 +59,14 @@ class ProcessGroupTransport(LaunchingTransport):
         roster: Roster | None = None,
         name: str = "",
     ) -> None:
-        rank, world_size = process_group.rank(), process_group.size()
         super().__init__(
-            rank,
-            world_size,
+            *place_in(process_group),
             hosts=roster.hosts if roster else None,
             timeout=timeout,
             name=name,
             world_ranks=roster.world_ranks if roster else None,
         )
+        rank, world_size = self.rank, self.world_size
         self.check = parse(Check, check, "check")
         self._group = process_group
         self._kind = str(process_group.name()).lower()

@@ -77,7 +77,13 @@ def given_group(process_group: Any) -> UserGroup:
     """The group passed as process_group=; a `UsageError` on a rank that is no member of it."""
     if not all(hasattr(process_group, name) for name in ("rank", "size", "allreduce")):
         raise UsageError(
-            f"process_group={process_group!r} is no process group that this rank is a member of. Call DDP only on the "
-            "ranks of the group, with what torch.distributed.new_group() returned there."
+            f"process_group={process_group!r} is no process group that this rank is a member of. Use it only on the "
+            "ranks of the group, as what torch.distributed.new_group() returned there."
         )
     return UserGroup(process_group, "process_group=")
+
+
+def place_in(process_group: Any) -> tuple[int, int]:
+    """This rank in the group, and the number of its ranks; the same `UsageError`."""
+    given = given_group(process_group)
+    return given.rank, given.world_size

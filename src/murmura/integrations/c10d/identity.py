@@ -13,11 +13,14 @@ import torch.distributed as dist
 
 from murmura.errors import TransportError, UsageError
 from murmura.integrations.c10d.groups import Channel
+from murmura.integrations.c10d.left import LeftMessages, LeftTransport
 from murmura.integrations.c10d.memory_pool import MemoryPool
 from murmura.integrations.c10d.operation_queue import DRAIN_SECONDS, OperationQueue, end_with_program
 from murmura.integrations.c10d.repeated_all_reduces import RepeatedAllReduces
 from murmura.integrations.c10d.work import QueuedWork, seconds_of
+from murmura.transports.base import Transport
 from murmura.transports.listeners import CollectiveListeners
+from murmura.transports.tagged_messages import TaggedMessages
 
 
 class GroupOptions:
@@ -46,7 +49,9 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, channel: Channel, store: Any, timeout: timedelta, others: Any = None) -> None:
         super().__init__(channel.transport.rank, channel.transport.world_size)
-        self._channel, self._transport, self._messages = channel, channel.transport, channel.messages
+        self._channel: Channel | None = channel  # None once it was left
+        self._transport: Transport = channel.transport
+        self._messages: TaggedMessages = channel.messages
         self._store = store
         self._others = others  # a group of torch's for the tensors of other devices, or None
         self._name, self._desc = "", ""
@@ -167,7 +172,8 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         if seconds is None:
             raise UsageError(f"timeout={timeout} is not a time above 0: without a deadline a rank would wait for ever.")
         self.options._timeout = timeout
-        self._channel.set_timeout(seconds)
+        if self._channel is not None:
+            self._channel.set_timeout(seconds)
         for device in () if self._others is None else self._others._device_types:
             self._others._get_backend(device)._set_default_timeout(timeout)
 
@@ -175,7 +181,7 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """End the operations under way here, and tell the peers that this rank has given up."""
-        if self._transport.forked:  # the group is the parent's
+        if self._channel is None or self._transport.forked:  # left already, or the parent's
             return
         own = self._transport.reporter.own
         error = TransportError(f"rank {own} aborted the process group {self._name or self._transport.name}.", rank=own)
@@ -186,17 +192,25 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave the group; may be called again. What is queued has a moment to end: its peers may need it."""
-        if self._transport.forked:
+        if self._channel is None or self._transport.forked:
             return
         if not self._queue.drain(DRAIN_SECONDS):
             self._transport.abort(self._transport.reporter.closed("an operation that nobody waited for"))
         self._queue.close()
         self._channel.close()
         self._pool.close()
-        self._repeated.clear()
+        self._let_go()
         if self._others is not None:
             with contextlib.suppress(RuntimeError):  # torch 2.6 has it on backends only
                 self._others.shutdown()
+
+    def _let_go(self) -> None:
+        """Keep nothing of the transport, which is closed: torch keeps groups that were destroyed, in caches for example
+        and in arguments of its functions, and they would keep its memory and its connections."""
+        self._channel = None
+        self._transport = left = LeftTransport(self._transport)
+        self._messages = LeftMessages(left)
+        self._pool, self._repeated = MemoryPool(left), RepeatedAllReduces(left)
 
     # Coalescing: torch collects the operations itself and calls a `_coalesced` form
 

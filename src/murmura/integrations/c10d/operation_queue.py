@@ -157,6 +157,7 @@ class OperationQueue:
     def close(self) -> None:
         """End the thread, after what is queued; the caller has ended the waits of the operations first."""
         self._closed = True
+        self._absent_peers = list  # of a transport that is closed next, and may go
         self._wakeup.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from murmura.observe.probe import Probe
-from murmura.transports.base import Pairs, Transport
+from murmura.transports.base import Pairs, Transport, check_transport
 from murmura.transports.checks import Tensors
 from murmura.transports.tagged_messages import TaggedMessages
 from murmura.types import ReduceOp
@@ -21,6 +21,7 @@ class TransportWrapper(Transport):
     """A transport around `inner`, which has the same ranks and is closed and aborted with it."""
 
     def __init__(self, transport: Transport) -> None:
+        check_transport(transport)
         super().__init__(
             transport.rank,
             transport.world_size,

@@ -44,13 +44,13 @@ class FaultyTransport(TransportDecorator):
     def __init__(self, transport: Transport, fault: str, *, rank: int, operation: str) -> None:
         super().__init__(transport)
         self.fault = parse(Fault, fault, "fault")
-        parts = re.fullmatch(r"(\w+)(?: #([1-9]\d*))?", operation)
+        parts = re.fullmatch(r"(\w+)(?: #([1-9]\d*))?", operation) if isinstance(operation, str) else None
         if parts is None or not hasattr(Transport, parts[1]):
             raise ConfigError(
                 f"operation={operation!r}: name an operation ('all_reduce'), or the k-th ('all_reduce #3')."
             )
-        if not 0 <= rank < transport.world_size:
-            raise ConfigError(f"rank={rank} is not a rank of this world of {transport.world_size}.")
+        if not isinstance(rank, int) or not 0 <= rank < transport.world_size:
+            raise ConfigError(f"rank={rank!r} is not a rank of this world of {transport.world_size}.")
         self._is_target = transport.rank == rank
         self._operation_asked = operation
         self._struck = threading.Event()  # one for all channels split off

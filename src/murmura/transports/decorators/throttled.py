@@ -7,6 +7,7 @@ collective is a ring or a tree of such exchanges, so its time is the formula's.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -55,8 +56,8 @@ class ThrottledTransport(TransportWrapper):
     """`transport` behind a link of `bandwidth` and `latency` seconds. Closing it closes the transport inside."""
 
     def __init__(self, transport: Transport, bandwidth: str = "100mbit", latency: float = 0.0) -> None:
-        if not latency >= 0:
-            raise ConfigError(f"latency={latency}: give seconds, 0 or more.")
+        if isinstance(latency, bool) or not isinstance(latency, int | float) or not 0 <= latency < math.inf:
+            raise ConfigError(f"latency={latency!r}: give seconds, 0 or more.")
         super().__init__(transport)
         self.bytes_per_second = parse_rate(bandwidth)
         self.sent_bytes = 0

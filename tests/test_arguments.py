@@ -1,0 +1,81 @@
+"""Arguments that make no sense are refused where they are given, by murmura's own errors that name them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+from murmura import (
+    DDP,
+    AllReduceAggregator,
+    ConfigError,
+    DistributedConfig,
+    FaultyTransport,
+    InProcessTransport,
+    ParameterServer,
+    ProcessGroupTransport,
+    ThrottledTransport,
+    TracedTransport,
+    UsageError,
+    average_losses,
+    connect,
+    register_algorithm,
+    register_compressor,
+    register_topology,
+    seed_everything,
+)
+
+NO_NUMBERS = (None, "x", [1], math.nan, math.inf)
+NO_OBJECTS = (*NO_NUMBERS, -1, 0, True)
+
+
+def alone() -> InProcessTransport:
+    return InProcessTransport.create_group(1)[0]
+
+
+PLACE = DistributedConfig(world_size=1, rank=0)
+
+CALLS: dict[str, tuple[str, tuple[Any, ...], Callable[[Any], Any]]] = {
+    "register_algorithm": ("name", NO_OBJECTS[:1] + NO_OBJECTS[2:], register_algorithm),
+    "register_compressor": ("name", NO_OBJECTS[:1] + NO_OBJECTS[2:], register_compressor),
+    "register_topology": ("name", NO_OBJECTS[:1] + NO_OBJECTS[2:], register_topology),
+    "what an algorithm's name stands for": ("refused", NO_OBJECTS, lambda value: register_algorithm("refused")(value)),
+    "what a compressor's name stands for": ("refused", NO_OBJECTS, lambda value: register_compressor("refused")(value)),
+    "seed": ("seed", NO_NUMBERS, lambda value: seed_everything(value, 0)),
+    "rank": ("rank", NO_NUMBERS, lambda value: seed_everything(0, value)),
+    "transport of a mean loss": ("transport", NO_OBJECTS, lambda value: average_losses(value, 1.0, 1)),
+    "loss": ("loss", (None, "x", [1]), lambda value: average_losses(alone(), value, 1)),
+    "traced transport": ("transport", NO_OBJECTS, TracedTransport),
+    "slow transport": ("transport", NO_OBJECTS, ThrottledTransport),
+    "faulty transport": (
+        "transport", NO_OBJECTS, lambda value: FaultyTransport(value, "hang", rank=0, operation="barrier"),
+    ),
+    "rank that fails": (
+        "rank", NO_NUMBERS, lambda value: FaultyTransport(alone(), "hang", rank=value, operation="barrier"),
+    ),
+    "operation that fails": (
+        "operation", NO_OBJECTS, lambda value: FaultyTransport(alone(), "hang", rank=0, operation=value),
+    ),
+    "latency": ("latency", (*NO_NUMBERS, -1, True), lambda value: ThrottledTransport(alone(), latency=value)),
+    "process group": ("process_group", NO_OBJECTS, ProcessGroupTransport),
+    "config of a connection": ("config", NO_OBJECTS[1:], connect),
+    "config of an aggregator": ("config", NO_OBJECTS, lambda value: AllReduceAggregator(value, alone())),
+    "transport of an aggregator": ("transport", NO_OBJECTS, lambda value: ParameterServer(PLACE, value)),
+    "ignore": ("ignore", NO_OBJECTS, lambda value: DDP(nn.Linear(2, 2), alone(), ignore=value)),
+    "sizes of buckets": (
+        "bucket_cap_mb_list", ("x", *NO_OBJECTS[3:-2], True, [None], [math.nan]),
+        lambda value: DDP(nn.Linear(2, 2), alone(), bucket_cap_mb_list=value),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_argument_that_makes_no_sense_is_named(call: str) -> None:
+    name, values, attempt = CALLS[call]
+    for value in values:
+        with pytest.raises((ConfigError, UsageError), match=name):
+            attempt(value)
