@@ -68,6 +68,8 @@ class GPU:
         patch.setattr(cuda_launches, "_streams", {})
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "set_stream", self.set)
+        self.devices: dict[int, Any] = {}  # by thread
+        patch.setattr(torch.cuda, "set_device", lambda device: self.devices.update({threading.get_ident(): device}))
 
     def set(self, stream: FakeStream) -> None:
         self.current = stream
@@ -147,6 +149,36 @@ def test_the_watchdog_outlives_a_look_that_fails(
     assert owner.gave_up.wait(10.0)
     assert num_failed == [3]
     assert [record.message for record in caplog.records if "is capturing" in record.message] == caplog.messages[:1]
+    launches.close()
+
+
+def test_the_watchdog_looks_on_the_gpu_of_its_transport(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query in a thread that has set no GPU makes a context on GPU 0, hundreds of megabytes in every rank's name."""
+    owner, query, looked_on = Owner(), FakeEvent.query, set()
+
+    def look(event: FakeEvent) -> bool:
+        looked_on.add(gpu.devices.get(threading.get_ident()))
+        return query(event)
+
+    launches = CudaLaunches(owner, torch.device("cuda", 3))
+    monkeypatch.setattr(FakeEvent, "query", look)
+    launch(launches, limit=0.05)
+    gpu.training.events[0].is_done = True
+    assert owner.gave_up.wait(10.0)
+    assert looked_on == {torch.device("cuda", 3)}
+    launches.close()
+
+
+def test_an_operation_has_a_deadline_behind_one_that_has_not_begun(gpu: GPU) -> None:
+    """The host waits for one apart, while another is queued behind kernels of training."""
+    owner = Owner()
+    launches = CudaLaunches(owner, DEVICE)
+    launch(launches, "all_reduce #1", limit=0.1)  # never begins
+    with pytest.raises(PeerTimeout, match="barrier #2"), launches.apart():
+        begin = threading.Timer(0.05, lambda own: setattr(own.events[0], "is_done", True), [gpu.current])
+        begin.start()
+        launch(launches, "barrier #2", limit=0.1)
+    begin.join()
     launches.close()
 
 

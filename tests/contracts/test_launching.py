@@ -74,6 +74,7 @@ def pretend(transport: Transport) -> None:
     cuda.Stream, cuda.Event = FakeStream, FakeEvent
     cuda.current_stream = lambda device=None: streams["current"]
     cuda.current_device = lambda: 0
+    cuda.set_device = lambda device: None
     cuda.set_stream = lambda stream: streams.update(current=stream)
     cuda.stream = cuda.device = lambda _: contextlib.nullcontext()
 

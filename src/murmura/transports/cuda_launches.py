@@ -174,7 +174,7 @@ class CudaLaunches:
         self._owner = weakref.ref(owner)
         self._pending: deque[Launch] = deque()
         self._events: list[torch.cuda.Event] = []  # of launches that are done: to make one takes longer than to use it
-        self._watchdog = Watchdog()
+        self._watchdog = Watchdog(device)
         self._watchdog.watch(self)
 
     def follow(self, parent: CudaLaunches) -> None:
@@ -298,11 +298,12 @@ class CudaLaunches:
         while pending and _is_done(pending[0].ended):
             done = pending.popleft()
             self._events += (done.began, done.ended)
-        if not pending or owner is None:
+        if owner is None:
             return False
-        launch = pending[0]
-        waited = launch.waited()
-        if waited > min(SUSPECT_SECONDS, launch.timeout / 2):
+        for launch in list(pending):  # on several streams: one may wait for its turn while a later one has begun
+            waited = launch.waited()
+            if waited <= min(SUSPECT_SECONDS, launch.timeout / 2) or _is_done(launch.ended):
+                continue
             timed_out = waited > launch.timeout
             if timed_out or waited - launch.looked > SUSPECT_SECONDS:
                 launch.looked = waited
@@ -310,6 +311,7 @@ class CudaLaunches:
                 if fault is not None and not _is_done(launch.ended):
                     pending.clear()
                     owner.give_up(fault)
+                    break
         return bool(pending)
 
     def close(self) -> None:
@@ -319,7 +321,8 @@ class CudaLaunches:
 class Watchdog:
     """Looks after the launches of a transport and of what was split off it, in a thread that lives as long as they."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._channels: weakref.WeakSet[CudaLaunches] = weakref.WeakSet()
         self._pending = threading.Event()
         self._ended = threading.Event()
@@ -346,7 +349,7 @@ class Watchdog:
             with self._starting:
                 if not self._is_alive():
                     self._ended.clear()
-                    args = (weakref.ref(self), self._pending, self._ended)
+                    args = (weakref.ref(self), self._device, self._pending, self._ended)
                     self._thread = threading.Thread(target=_look_after, args=args, name="murmura-watchdog", daemon=True)
                     self._thread.start()
         if not self._pending.is_set():
@@ -372,8 +375,11 @@ class Watchdog:
         self._has_complained = error is not None
 
 
-def _look_after(reference: weakref.ref[Watchdog], pending: threading.Event, ended: threading.Event) -> None:
+def _look_after(
+    reference: weakref.ref[Watchdog], device: torch.device, pending: threading.Event, ended: threading.Event
+) -> None:
     """The thread: holds the watchdog only while it looks, so that a transport that is dropped takes it along."""
+    torch.cuda.set_device(device)  # a thread begins on GPU 0, where its first query would make a context
     while not ended.wait(LOOK_SECONDS):
         if not pending.wait(1.0):
             if reference() is None:
