@@ -22,7 +22,7 @@ class LeftTransport(Transport):
             name=left.name,
             world_ranks=left.world_ranks,
         )
-        self._num_collectives = left._num_collectives
+        self.num_collectives = left.num_collectives
         self.closed = True
 
     def do_exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
