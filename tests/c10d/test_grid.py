@@ -9,8 +9,8 @@ from c10d import grid
 from c10d.groups import run
 
 
-def check(cases: list[grid.Case], world_size: int) -> None:
-    outcomes = run(grid.run_grid, world_size, cases)
+def check(cases: list[grid.Case], world_size: int, hosts: list[int] | None = None) -> None:
+    outcomes = run(grid.run_grid, world_size, cases, hosts=hosts)
     faults = [fault for each, _ in outcomes for fault in each]
     assert not faults, f"{len(faults)} faults:\n" + "\n".join(faults[:20])
     compared = set().union(*(each for _, each in outcomes))
@@ -27,6 +27,12 @@ def is_refused_by_gloo(collective: str, op: str, dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_sample_gives_what_gloo_gives(world_size: int) -> None:
     check(grid.sample(), world_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 2, 3]])
+def test_a_sample_on_several_hosts_gives_what_gloo_gives(hosts: list[int]) -> None:
+    check(grid.sample(), len(hosts), hosts)
 
 
 @pytest.mark.slow
