@@ -256,8 +256,11 @@ def test_without_torch_there_is_no_ratio() -> None:
 
 
 GLOO_HEADER = 144  # bytes that Gloo puts before each message
+TAIL = 8 * (8 + 2) + GLOO_HEADER  # of eight parameters
 BESIDE = {
-    "powersgd": 8 * (8 + 2) + 5 * GLOO_HEADER,  # the tail of eight parameters; 33 kB are sent in a step
+    "powersgd": TAIL + 4 * GLOO_HEADER,  # 33 kB are sent in a step
+    "gradient_allreduce:compressor=sign": TAIL + 5 * 2 * GLOO_HEADER,  # five buckets; 176 kB are sent in a step
+    "gradient_allreduce:compressor=topk": TAIL + 5 * GLOO_HEADER,  # 126 kB are sent in a step
     "sparse_loco": (4 + 2 * GLOO_HEADER) / 20,  # a vote before each exchange; 4 kB are sent in a step
 }
 """What goes to each other rank in a step besides what the formula counts, where that is more than a hundredth of it."""
