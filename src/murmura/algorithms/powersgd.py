@@ -130,10 +130,10 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         return pending
 
     def _matrix(self, name: str, gradient: Tensor) -> _Matrix | None:
-        """`gradient` as a matrix, unless a product would not be small enough."""
+        """`gradient` as a matrix, or None if it is sent whole."""
         height, width = matrix_shape(gradient.shape)
-        rank = min(self.rank, height, width)
-        if self.min_compression_rate * rank * (height + width) >= height * width:
+        rank = factor_rank(height, width, self.rank, self.min_compression_rate)
+        if rank == 0:
             return None
         q = self._factors.get(name) if self.warm_start else None
         if q is None:
@@ -334,6 +334,12 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
+def factor_rank(height: int, width: int, rank: int, min_compression_rate: float) -> int:
+    """How many columns the factors of a matrix have; 0 if they would not be small enough, and it is sent whole."""
+    rank = min(rank, height, width)
+    return rank if min_compression_rate * rank * (height + width) < height * width else 0
+
+
 @register_algorithm("powersgd")
 @dataclass(frozen=True)
 class PowerSGDAlgorithm(Algorithm):
@@ -368,5 +374,5 @@ class PowerSGDAlgorithm(Algorithm):
 
     def _num_sent(self, shape: Sequence[int]) -> int:
         height, width = matrix_shape(shape)
-        num_low_rank = min(self.rank, height, width) * (height + width)
-        return num_low_rank if self.min_compression_rate * num_low_rank < height * width else height * width
+        rank = factor_rank(height, width, self.rank, self.min_compression_rate)
+        return rank * (height + width) if rank else height * width

@@ -93,7 +93,7 @@ class PushSumAlgorithmImpl(AfterStepImpl):
         return found
 
     def _weights_after(self, found: Sequence[Neighbours]) -> list[float]:
-        """All w after an exchange; refused if a rank would hold next to nothing: then z = x / w is none."""
+        """All w after an exchange; refused if one is nearly 0, because z = x / w would overflow."""
         after = [
             each.weights[0] * self._w[index]
             + sum(weight * self._w[peer] for peer, weight in zip(each.receives_from, each.weights[1:], strict=True))
@@ -103,8 +103,8 @@ class PushSumAlgorithmImpl(AfterStepImpl):
         if after[least] < LEAST_WEIGHT:
             raise ConfigError(
                 f"topology={self.topology!r}, exchange {self._number}: rank {least} is left with {after[least]:g} of "
-                "one share, because it hands out more than it receives, time and again. Let what every rank hands out "
-                "come back to it over others, and let it keep a share."
+                "one share, because it keeps handing out more than it receives. Let every rank keep a share of its "
+                "own, and receive from others, directly or over several exchanges, what it hands out."
             )
         return after
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from murmura.errors import TransportError, UsageError
+from murmura.integrations.c10d.closed_transport import ClosedMessages, ClosedTransport
 from murmura.integrations.c10d.groups import Channel
-from murmura.integrations.c10d.left import LeftMessages, LeftTransport
 from murmura.integrations.c10d.memory_pool import MemoryPool
 from murmura.integrations.c10d.operation_queue import DRAIN_SECONDS, OperationQueue, end_with_program
 from murmura.integrations.c10d.repeated_all_reduces import RepeatedAllReduces
@@ -208,8 +208,8 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         """Keep nothing of the transport, which is closed: torch keeps groups that were destroyed, in caches for example
         and in arguments of its functions, and they would keep its memory and its connections."""
         self._channel = None
-        self._transport = left = LeftTransport(self._transport)
-        self._messages = LeftMessages(left)
+        self._transport = left = ClosedTransport(self._transport)
+        self._messages = ClosedMessages(left)
         self._pool, self._repeated = MemoryPool(left), RepeatedAllReduces(left)
 
     # Coalescing: torch collects the operations itself and calls a `_coalesced` form

@@ -1,4 +1,7 @@
-"""What a process group has after it was destroyed: its place, and errors that say that it is closed."""
+"""What a destroyed process group holds instead of its transport: operations raise an error that says it is closed.
+
+torch keeps destroyed groups in caches and default arguments; a real transport would keep its memory and connections.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from murmura.transports.base import Pairs, Transport
 from murmura.transports.tagged_messages import Message, Receive, TaggedMessages
 
 
-class LeftTransport(Transport):
-    """Stands for a transport that was closed, of which it keeps nothing but its place and its name."""
+class ClosedTransport(Transport):
+    """Replaces a transport that was closed, and keeps only its rank, its name and its count of collectives."""
 
     def __init__(self, left: Transport) -> None:
         super().__init__(
@@ -33,8 +36,8 @@ class LeftTransport(Transport):
         return None
 
 
-class LeftMessages(TaggedMessages):
-    """Stands for the messages of such a transport."""
+class ClosedMessages(TaggedMessages):
+    """Replaces the tagged messages of such a transport."""
 
     def post_send(self, tensor: Tensor, dst: int, tag: int) -> Message:
         raise AssertionError("a transport that is closed sends nothing")
