@@ -112,3 +112,30 @@ def test_another_number_of_ranks_is_named_as_such() -> None:
     for error in errors_on(load, 3):
         assert isinstance(error, ConfigError)
         assert "saved by 2 ranks that exchange, and here are 3" in str(error)
+
+
+def thaw(transport: Transport, name: str, resumes: bool) -> torch.Tensor:
+    """Weights after rounds with a frozen layer and rounds without; a run that `resumes` between finds it thawed."""
+    algorithm = algorithm_named(name)
+    module = nn.Sequential(fill(nn.Linear(6, 5)), nn.Tanh(), fill(nn.Linear(5, 4)))
+    module[0].requires_grad_(False)
+    ddp = DDP(module, transport, algorithm=algorithm)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
+    train(ddp, optimizer, range(3))
+    if resumes:
+        state = ddp.algorithm_state_dict()
+        ddp.close()
+    module[0].requires_grad_(True)
+    if resumes:
+        ddp = DDP(module, transport, algorithm=algorithm)
+        ddp.load_algorithm_state_dict(state)
+    train(ddp, optimizer, range(3, 6))
+    ddp.close()
+    return torch.cat([each.detach().view(-1) for each in module.parameters()])
+
+
+@pytest.mark.parametrize("compressor", ["topk(ratio=0.2)", "sign", "bf16(feedback=true)"])
+def test_a_layer_thawed_when_a_run_resumes_is_one_thawed_while_it_runs(compressor: str) -> None:
+    name = f"gradient_allreduce:compressor={compressor}"
+    runs = [on_ranks(thaw, 3, name, resumes) for resumes in (False, True)]
+    assert all(torch.equal(each, runs[0][0]) for run in runs for each in run)

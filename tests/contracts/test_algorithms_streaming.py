@@ -377,7 +377,9 @@ def lengthened(state: Any) -> Any:
             None,
             None,
             frozen_first,
-            "'0.bias', '0.weight' took part only when the state was saved",
+            "'0.bias', '0.weight' took part only when the state was saved, so the fragments differ, and the "
+            "compression residuals in this state belong to those of the save. Let them be trainable when the model is "
+            "wrapped, and freeze them after",
         ),
     ],
     ids=["name", "length", "fragments", "frozen"],

@@ -311,12 +311,16 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
             )
         names = {name for each in self._weights.parameters_of for name in each}
         saved_names = set(state["theta"])
-        for these, when in ((saved_names - names, "when the state was saved"), (names - saved_names, "here")):
+        for these, when, flag, change in (
+            (saved_names - names, "when the state was saved", "trainable", "freeze"),
+            (names - saved_names, "here", "frozen", "thaw"),
+        ):
             if these:
                 raise ConfigError(
                     f"{', '.join(map(repr, sorted(these)))} took part only {when}, so the fragments differ, and the "
-                    "compression residuals in this state belong to those of the save. Freeze the same parameters as "
-                    "then, or leave the algorithm's state out."
+                    f"compression residuals in this state belong to those of the save. Let them be {flag} when the "
+                    f"model is wrapped, and {change} them after the state is loaded, or leave the "
+                    "algorithm's state out."
                 )
 
     def _by_name(self, values: Sequence[Tensor]) -> dict[str, Tensor]:

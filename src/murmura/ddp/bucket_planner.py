@@ -97,7 +97,7 @@ class BucketPlanner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut the buckets as the run did that this one resumes."""
+        """Cut the buckets as the run did that this one resumes: what was frozen then has no place yet."""
         place = {name: index for index, name in enumerate(self._replica.names)}
         names = [name for bucket in state["buckets"] for name in bucket]
         unknown = [name for name in names if name not in place]
@@ -108,8 +108,4 @@ class BucketPlanner:
             )
         self._is_observed = state["is_observed"]
         self._cut = [tuple(place[name] for name in bucket) for bucket in state["buckets"]]
-        saved = [index for bucket in self._cut for index in bucket]
-        missing = [index for index in self._order if index not in set(saved)]
-        if missing:  # frozen when the state was saved
-            self._cut = None
-        self._order = [*saved, *missing]
+        self._order = [index for bucket in self._cut for index in bucket]

@@ -307,6 +307,7 @@ class DDP(TorchSurface):
         self.algorithm.check_state(state["algorithm"])
         self._driver.settling.settle()
         self._driver.reducer.load_plan(state["plan"])
+        self._driver.trained.resume()
         self._replica.round = state["round"]
         self.algorithm.load_state_dict(state["algorithm"])
 

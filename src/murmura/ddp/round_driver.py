@@ -80,7 +80,7 @@ class RoundDriver:
         self.planner = BucketPlanner(replica, bucket_bytes)
         self.reducer = GradientReducer(replica, self.planner, as_views=gradients_are_views)
         self._stop_listening = world.before_collectives(self.settling.before_collective)
-        self._trained = TrainedParameters(self, replica, self.planner)
+        self.trained = TrainedParameters(self, replica, self.planner)
         try:
             self._module_hooks = hooks.hook_module(self, module)
             optimizer_hooks.listen(self, replica.parameters)
@@ -96,7 +96,7 @@ class RoundDriver:
         self.algorithm = self.settling.algorithm = algorithm
         self.reducer.plan(wanted=self._exchanges_gradients)
         self.reducer.serve(algorithm)
-        self._trained.restart()
+        self.trained.restart()
         algorithm.setup(self.replica)
 
     def switch(self, algorithm: Algorithm) -> None:
@@ -135,7 +135,7 @@ class RoundDriver:
         self.algorithm.before_round()
         if self.algorithm.innermost is not before:  # another phase
             self._take_in_thawed(running=False)
-            self._trained.restart()
+            self.trained.restart()
         self.needs_settling = False
 
     def settle_for_good(self) -> None:
@@ -168,8 +168,8 @@ class RoundDriver:
 
     def _take_in_thawed(self, *, running: bool = True) -> None:
         """Let parameters that were frozen until now take part, on every rank; the `running` algorithm goes on."""
-        thawed = self._trained.thawed()
-        if thawed and self._trained.take_in(thawed):
+        thawed = self.trained.thawed()
+        if thawed and self.trained.take_in(thawed):
             self.reducer.replan(self.algorithm if running else None)  # one that begins keeps nothing yet
         if thawed and running:
             self.algorithm.parameters_added()
@@ -264,7 +264,7 @@ class RoundDriver:
         self._collects = self._exchanges_gradients
         self.reducer.plan(wanted=self._collects)
         self.reducer.weigh(self.joining.shares)
-        self._sends_early = self.round.begun or not self._trained.thawed()
+        self._sends_early = self.round.begun or not self.trained.thawed()
 
     def gradients_begin(self) -> None:
         """The first gradient of a backward inside a join is about to be accumulated."""
@@ -388,7 +388,7 @@ class RoundDriver:
         finally:
             self.round.apply(Event.CLOSE)
             self._stop_listening()
-            self._trained.remove_hooks()
+            self.trained.remove_hooks()
             for handle in self._module_hooks:
                 handle.remove()
             optimizer_hooks.stop_listening(self, self.replica.parameters)

@@ -27,6 +27,10 @@ class TrainedParameters:
         """Another algorithm starts with what is trainable now."""
         self._taken_in = set(self._replica.trainable())
 
+    def resume(self) -> None:
+        """Go on from a run whose buckets are known by now: what has no place in them has been thawed since."""
+        self._taken_in &= set(self._planner.order)
+
     def thawed(self) -> list[int]:
         """The indices of parameters that are trainable by now and do not take part yet."""
         return [index for index in self._replica.trainable() if index not in self._taken_in]
