@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from murmura import (
     run_world,
 )
 from murmura.algorithms import algorithm_named
+from murmura.integrations import replica_state
 from murmura.integrations.replica_state import (
     mark_file,
     mean_state_dict,
@@ -132,6 +134,34 @@ def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
         assert all(why in message for message in messages), messages
     own_file(tmp_path, 1).unlink()
     assert all("murmura-rank-1.pt is missing" in message for message in run_world(restored, 2, tmp_path, diloco))
+
+
+def save_on_a_full_disk(transport: Transport, folder: Path, algorithm: Algorithm) -> str:
+    run = Run(transport, algorithm)
+    run.train(range(2))
+    with pytest.raises(CheckpointError) as refusal, saving_own_state(folder, run.ddp, [run.optimizer]):
+        pass
+    return str(refusal.value)
+
+
+def test_a_full_disk_leaves_the_older_checkpoint_whole_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diloco = DiLoCoAlgorithm(3)
+    run_world(saved, 2, tmp_path, diloco)
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    write_tensors = replica_state.write_tensors
+
+    def write(path: Path, state: Any) -> None:
+        write_tensors(path, state)
+        if "rank-1" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(replica_state, "write_tensors", write)
+    for message in run_world(save_on_a_full_disk, 2, tmp_path, diloco):
+        assert "failed on rank 1: No space left on device" in message
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+    assert run_world(restored, 2, tmp_path, diloco) == [True, True]
 
 
 def refused(transport: Transport, folder: Path, algorithm: Algorithm) -> tuple[str, bool, int]:

@@ -73,6 +73,9 @@ def call(way: str, length: int, state: dict[str, Any]) -> None:
         dist.broadcast(tensor, CULPRIT)
     elif way == "barrier":
         dist.barrier()
+    elif way == "monitored":
+        group: Any = dist.group.WORLD
+        group.monitored_barrier(timedelta(seconds=30))
     elif way == "new_group":
         dist.new_group()
     elif way == "ddp":
@@ -179,7 +182,7 @@ def collect(reports: Any, count: int) -> tuple[float, list[Report]]:
     ("way", "length"),
     [
         *[("sync", 3), ("sync", 10**6), ("async", 3), ("future", 10**6), ("gather", 3), ("recv", 3), ("new_group", 0)],
-        *[("broadcast", 3), ("barrier", 0)],
+        *[("broadcast", 3), ("barrier", 0), ("monitored", 0)],
         *[
             pytest.param(way, length, marks=pytest.mark.slow)
             for way, length in [
@@ -247,7 +250,7 @@ def test_a_stopped_rank_is_named_at_the_deadline(way: str, length: int) -> None:
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("way", ["sync", "gather", "broadcast", "barrier", "recv"])
+@pytest.mark.parametrize("way", ["sync", "gather", "broadcast", "barrier", "monitored", "recv"])
 def test_a_rank_that_raises_and_leaves_is_named(way: str) -> None:
     with world(3, way, 3, "raise", 30.0) as (_, reports):
         struck, told = collect(reports, 3)

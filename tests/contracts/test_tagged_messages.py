@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from contracts.cases import random
-from murmura import PeerTimeout, Transport, TransportError, UsageError
+from murmura import PeerLost, PeerTimeout, Transport, TransportError, UsageError
 from murmura.transports.process_group_messages import ProcessGroupMessages
 from murmura.transports.shared_memory import tagged_messages
 from murmura.transports.shared_memory.control_block import ASLEEP
@@ -275,6 +275,33 @@ def send_and_leave(transport: Transport) -> None:
 @pytest.mark.parametrize("world", [*HAVE_THEM, *FAST_GLOO])
 def test_what_was_sent_can_be_received_from_a_rank_that_closes(world: World) -> None:
     world.run(send_and_leave, 2)
+
+
+def poll_for_one_who_leaves(transport: Transport) -> None:
+    """Whoever only asks whether a message has come learns that its sender has left, after what it had sent."""
+    messages, out = transport.tagged_messages(), torch.zeros(3)
+    if transport.rank == 0:
+        received = [messages.irecv(out, *each) for each in ((1, 5), (1, 6))]
+        transport.barrier()
+        until = time.monotonic() + 20
+        for each in received:
+            while not each.done():
+                assert time.monotonic() < until
+                time.sleep(0.001)
+        received[0].wait()
+        assert out.tolist() == [1.0] * 3
+        with pytest.raises(PeerLost, match="rank 1") as lost:
+            received[1].wait()
+        assert lost.value.peer == 1
+    else:
+        messages.isend(torch.ones(3), 0, 5).wait()
+        transport.barrier()
+        messages.close()
+
+
+@pytest.mark.parametrize("world", [*HAVE_THEM, *FAST_GLOO])
+def test_polling_for_a_rank_that_leaves_ends(world: World) -> None:
+    world.run(poll_for_one_who_leaves, 2, timeout=30)
 
 
 def to_itself(transport: Transport) -> None:

@@ -6,12 +6,19 @@ A case follows from a seed and a number alone, so that an identifier such as "0-
 import random
 from dataclasses import dataclass
 
-THREADS, SHARED_MEMORY, GLOO, HIERARCHICAL = TRANSPORTS = ("threads", "shared_memory", "gloo", "hierarchical")
+BACKEND = "backend"  # a program of torch.distributed's on init_process_group("murmura"), rather than murmura's DDP
+THREADS, SHARED_MEMORY, GLOO, HIERARCHICAL, _ = TRANSPORTS = (
+    "threads", "shared_memory", "gloo", "hierarchical", BACKEND,
+)  # fmt: skip
 ALGORITHMS = (
     "gradient_allreduce", "bytegrad", "decentralized", "shift_one", "low_precision_decentralized", "qadam", "async",
-    "local_sgd", "diloco",
+    "local_sgd", "diloco", "powersgd", "push_sum", "streaming_diloco", "sparse_loco", "uneven_payloads",
+    "averaged_moments",
 )  # fmt: skip
-WITH_BUCKETS = ("gradient_allreduce", "bytegrad", "qadam")  # they exchange gradients, in the first rounds at least
+# They exchange gradients, in the first rounds at least.
+WITH_BUCKETS = ("gradient_allreduce", "bytegrad", "qadam", "powersgd", "uneven_payloads")
+STOCK_DDP, FSDP2, MESSAGES, WORKS, SUBGROUPS = PROGRAMS = ("stock_ddp", "fsdp2", "messages", "works", "subgroups")
+PERIOD = len(TRANSPORTS) * len(ALGORITHMS)
 
 # What becomes of the culprit. A thread can neither be killed nor stopped: there "stop" is a wait without an end.
 FAULTS = {
@@ -21,6 +28,7 @@ FAULTS = {
     ),
     GLOO: PROCESS_FAULTS,
     HIERARCHICAL: PROCESS_FAULTS,
+    BACKEND: PROCESS_FAULTS,
 }
 
 # When: the first word of each is the call of the user's program that the moment belongs to.
@@ -42,6 +50,7 @@ MOMENTS = (
     "end",
     "any moment, from outside",
 )
+ON_BACKEND = ("constructor, before", "forward", "backward", "step", "close, before", "end", "any moment, from outside")
 IN_OPERATION = ("constructor, inside an operation", "communication, inside an operation")
 
 HOSTS = {
@@ -62,7 +71,7 @@ class Case:
     seed: int
     number: int
     transport: str
-    algorithm: str
+    algorithm: str  # or the program, on the backend
     other_algorithm: str  # what set_algorithm changes to
     world_size: int
     hosts: tuple[int, ...] | None
@@ -101,11 +110,14 @@ class Case:
 
 
 def case_of(seed: int, number: int) -> Case:
-    """Case `number` of the campaign of `seed`; any 36 in a row have every transport with every algorithm."""
+    """Case `number` of the campaign of `seed`; PERIOD of them have every transport with every algorithm or program."""
     chance = random.Random(f"{seed}/{number}")
-    transport = TRANSPORTS[number % 4]
-    order = random.Random(f"{seed}/{number // 36}").sample(ALGORITHMS, len(ALGORITHMS))
-    algorithm = order[number % 36 // 4]
+    transport = TRANSPORTS[number % len(TRANSPORTS)]
+    place = number % PERIOD // len(TRANSPORTS)
+    if transport == BACKEND:
+        algorithm = PROGRAMS[place % len(PROGRAMS)]
+    else:
+        algorithm = random.Random(f"{seed}/{number // PERIOD}").sample(ALGORITHMS, len(ALGORITHMS))[place]
     world_size = chance.choice((2, 3, 4))
     is_spread = transport == HIERARCHICAL or chance.random() < 0.3
     hosts = chance.choice(HOSTS[world_size]) if is_spread else None
@@ -130,6 +142,8 @@ def case_of(seed: int, number: int) -> Case:
 
 
 def _can_be(moment: str, transport: str, algorithm: str, fault: str) -> bool:
+    if transport == BACKEND and moment not in ON_BACKEND:
+        return False
     if moment == "any moment, from outside":
         return transport != THREADS and fault in ("kill", "stop")
     if moment == "communication, bucket ready":

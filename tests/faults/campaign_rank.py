@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from campaign_cases import COMPUTE_SECONDS, GLOO, HIERARCHICAL, IN_OPERATION, SHARED_MEMORY, Case
+from campaign_backend import Backend, train_on_backend
+from campaign_cases import BACKEND, COMPUTE_SECONDS, GLOO, HIERARCHICAL, IN_OPERATION, SHARED_MEMORY, Case
 from torch import Tensor, nn
 from traces import ports_of, segments_of
 
@@ -27,18 +28,24 @@ from murmura import (
     AsyncModelAverageAlgorithm,
     ByteGradAlgorithm,
     Checkpointer,
+    Compressor,
     DecentralizedAlgorithm,
     DiLoCoAlgorithm,
+    ErrorFeedback,
     GradientAllReduceAlgorithm,
     HierarchicalTransport,
     LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
+    PowerSGDAlgorithm,
     ProcessGroupTransport,
+    PushSumAlgorithm,
     QAdamAlgorithm,
     QAdamOptimizer,
     SharedMemoryTransport,
+    StreamingDiLoCoAlgorithm,
     Transport,
 )
+from murmura.algorithms import algorithm_named
 from murmura.transports.decorators.base import TransportDecorator
 from murmura.transports.rendezvous import file_store
 
@@ -192,6 +199,26 @@ class Part:
         raise AssertionError("nothing is loaded")
 
 
+class Nonzeros(Compressor):
+    """Sends what is above the mean in magnitude, with its places: as many bytes as that takes."""
+
+    gathers = is_uneven = True
+
+    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return 16 * numel
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        places = (tensor.abs() > tensor.abs().mean()).nonzero().view(-1)
+        return torch.cat([places.double(), tensor[places].double()]).view(torch.uint8)
+
+    def compress(self, tensor: Tensor, payload: Tensor) -> None:
+        raise AssertionError("what is uneven is encoded")
+
+    def decompress(self, payload: Tensor, out: Tensor) -> None:
+        places, values = payload.clone().view(torch.float64).chunk(2)
+        out.zero_()[places.long()] = values.to(out.dtype)
+
+
 def algorithm_of(name: str, hosts: Sequence[int] | None, optimizer: torch.optim.Optimizer) -> Algorithm:
     """The algorithm, set so that it communicates at least every second round."""
     is_even = hosts is None or len(set(collections.Counter(hosts).values())) == 1
@@ -205,6 +232,12 @@ def algorithm_of(name: str, hosts: Sequence[int] | None, optimizer: torch.optim.
         "async": lambda: AsyncModelAverageAlgorithm(20),
         "local_sgd": lambda: LocalSGDAlgorithm(2),
         "diloco": lambda: DiLoCoAlgorithm(2),
+        "powersgd": PowerSGDAlgorithm,
+        "push_sum": PushSumAlgorithm,
+        "streaming_diloco": lambda: StreamingDiLoCoAlgorithm(2, fragments=2),  # one of them is always under way
+        "sparse_loco": lambda: algorithm_named("sparse_loco:interval=2"),
+        "uneven_payloads": lambda: GradientAllReduceAlgorithm(compressor=ErrorFeedback(Nonzeros())),
+        "averaged_moments": lambda: LocalSGDAlgorithm(2, average_moments=True),
     }
     return algorithms[name]()
 
@@ -291,10 +324,15 @@ def live(
         with curtain:
             try:
                 joined = join(case, rank, folder) if own is None else own
-                transport = TroubledTransport(joined, trouble) if case.moment in IN_OPERATION else joined
+                transport = joined
+                if case.moment in IN_OPERATION and isinstance(joined, Transport):
+                    transport = TroubledTransport(joined, trouble)
                 if not case.in_world:
                     curtain.enter_context(transport)
-                train(case, transport, trouble, folder, tell)
+                if isinstance(transport, Backend):
+                    train_on_backend(case, Model(trouble), trouble, tell)
+                else:
+                    train(case, transport, trouble, folder, tell)
             finally:
                 times["ended"] = time.monotonic()
                 if is_process:
@@ -302,7 +340,7 @@ def live(
                 if trouble.leaves_open:
                     curtain.pop_all()
     except BaseException as error:
-        kind, message = type(error).__name__, str(error)
+        kind, message = type(error).__qualname__, str(error)  # as a traceback shows it
         fields = {name: getattr(error, name) for name in ("rank", "peer", "operation") if hasattr(error, name)}
         failure = error if case.in_world else None  # in a process its frames would hold what they used
     closed = time.monotonic()
@@ -316,8 +354,10 @@ def live(
         sys.exit(STATUS)
 
 
-def join(case: Case, rank: int, folder: str) -> Transport:
+def join(case: Case, rank: int, folder: str) -> Transport | Backend:
     size, hosts, timeout = case.world_size, case.hosts, case.timeout
+    if case.transport == BACKEND:
+        return Backend(case, rank, os.path.join(folder, "store"))
     if case.transport == SHARED_MEMORY:
         return SharedMemoryTransport.join(Path(folder).name, rank, size, hosts=hosts, timeout=timeout)
     store = file_store(os.path.join(folder, "store"), size)

@@ -7,16 +7,18 @@ from pathlib import Path
 
 import campaign
 import pytest
-from campaign_cases import ALGORITHMS, FAULTS, MOMENTS, THREADS, TRANSPORTS, Case
+from campaign_cases import ALGORITHMS, BACKEND, FAULTS, MOMENTS, PERIOD, PROGRAMS, THREADS, TRANSPORTS, Case
 from campaign_rank import STORY, Ending
 
-NUM_CASES = 324  # nine times every transport with every algorithm
+NUM_CASES = 4 * PERIOD
 
 
-def test_any_36_cases_have_every_transport_with_every_algorithm():
-    for first in (0, 36, 72):
-        cases = [campaign.case_of(7, number) for number in range(first, first + 36)]
-        assert len({(case.transport, case.algorithm) for case in cases}) == len(TRANSPORTS) * len(ALGORITHMS)
+def test_each_period_has_every_transport_with_every_algorithm_and_every_program():
+    wanted = {(transport, each) for transport in TRANSPORTS if transport != BACKEND for each in ALGORITHMS}
+    wanted |= {(BACKEND, program) for program in PROGRAMS}
+    for first in (0, PERIOD, 2 * PERIOD):
+        cases = [campaign.case_of(7, number) for number in range(first, first + PERIOD)]
+        assert {(case.transport, case.algorithm) for case in cases} == wanted
 
 
 def test_the_campaign_has_every_moment_and_every_fault():

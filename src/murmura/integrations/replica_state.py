@@ -163,17 +163,19 @@ def saving_own_state(
     transport = ddp.transport
     rank, mark = transport.rank, mark_file(folder, name)
     path = own_file(folder, rank, name)
+    partial = path.with_suffix(".partial")
     advice = "Make room, or mend the folder, and save again."
     state = own_state(ddp, optimizers, others)
 
     def begin() -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
-        mark.unlink(missing_ok=True)
         return uuid.uuid4().hex
 
     def write() -> None:
-        partial = path.with_suffix(".partial")
         write_tensors(partial, {**state, "id": identity})
+
+    def replace() -> None:
+        mark.unlink(missing_ok=True)
         partial.replace(path)
 
     def end() -> None:
@@ -184,7 +186,11 @@ def saving_own_state(
             write_text(mark, json.dumps({"id": identity, "world_size": transport.world_size}))
 
     identity: str = on_all_ranks(transport, f"saving {path}", advice, begin)[0]
-    on_all_ranks(transport, f"saving {path}", advice, write)
+    try:
+        on_all_ranks(transport, f"saving {path}", advice, write)  # with an older checkpoint left whole if it fails
+        on_all_ranks(transport, f"saving {path}", advice, replace)
+    finally:
+        partial.unlink(missing_ok=True)
     yield
     transport.barrier()  # the plain files of all ranks are there
     on_all_ranks(transport, f"saving {mark}", advice, end)

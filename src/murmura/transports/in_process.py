@@ -345,18 +345,26 @@ class _InProcessMessages(TaggedMessages):
 class _Received(Message):
     def __init__(self, channel: InProcessTransport, receive: Receive) -> None:
         self._channel, self._receive = channel, receive
+        self._peers = [peer for peer in range(channel.world_size) if peer != channel.rank]
 
     @property
     def source(self) -> int:  # type: ignore[override]
         return self._receive.arrived_from
 
     def done(self) -> bool:
-        return self._receive.ended or self._channel.failed or self._channel.closed
+        receive, channel = self._receive, self._channel
+        if receive.ended or channel.failed or channel.closed:
+            return True
+        with channel._state.changed:  # a rank has sent what it sends before it leaves
+            senders = self._peers if receive.source is None else [receive.source]
+            return receive.ended or all(
+                channel._state.exit_notice(peer) is not None for peer in senders or [channel.rank]
+            )
 
     def wait(self, timeout: float | None = None) -> None:
         check_timeout(timeout)
         receive, channel, state = self._receive, self._channel, self._channel._state
-        peers = [peer for peer in range(channel.world_size) if peer != channel.rank]
+        peers = self._peers
 
         def missing() -> list[int]:
             if receive.ended:

@@ -7,13 +7,14 @@ import time
 
 import torch
 
-from murmura.errors import MurmuraError
-from murmura.integrations.c10d.errors import GroupPeerTimeout
+from murmura.errors import MurmuraError, PeerLost
+from murmura.integrations.c10d.errors import GroupPeerLost, GroupPeerTimeout
 from murmura.transports.error_reporter import Reporter
-from murmura.transports.tagged_messages import TaggedMessages
+from murmura.transports.tagged_messages import Message, TaggedMessages
 
 FIRST_TAG = 1 << 30  # above the tags of ordinary programs; each barrier has its own
 PAUSE_SECONDS = 0.001
+ANSWER_SECONDS = 2.0  # after the deadline, at which rank 0 tells the others who is missing
 
 
 def monitored_barrier(
@@ -21,7 +22,8 @@ def monitored_barrier(
 ) -> None:
     """Return once every rank has come to barrier `number`; else raise `PeerTimeout` with the names of the missing.
 
-    Without `wait_all_ranks` the first that is missing is named, in the order of ranks.
+    Without `wait_all_ranks` the first that is missing is named, in the order of ranks. If one has died or left it is
+    `PeerLost`, as soon as all others have come.
     """
     if seconds <= 0:
         raise GroupPeerTimeout(
@@ -37,13 +39,14 @@ def monitored_barrier(
         answer = torch.zeros(1 + messages.world_size)
         began = time.monotonic()
         try:
-            messages.irecv(answer, 0, tag).wait(seconds)
+            messages.irecv(answer, 0, tag).wait(seconds + ANSWER_SECONDS)
         except (MurmuraError, RuntimeError) as error:
-            raise GroupPeerTimeout(
+            is_lost = isinstance(error, PeerLost)
+            raise (GroupPeerLost if is_lost else GroupPeerTimeout)(
                 f"{_reached(reporter)} ({time.monotonic() - began:.1f} s). Please check rank {reporter.world_rank(0)} "
                 f"logs for faulty rank. ({error})",
                 rank=reporter.own,
-                peer=reporter.world_rank(0),
+                peer=getattr(error, "peer", None) if is_lost else reporter.world_rank(0),
                 operation="monitored_barrier",
             ) from error
         missing = [rank for rank in range(messages.world_size) if answer[1 + rank]]
@@ -57,7 +60,10 @@ def _await_all(messages: TaggedMessages, reporter: Reporter, tag: int, seconds: 
     until = time.monotonic() + seconds
     while any(not each.done() for each in awaited.values()) and time.monotonic() < until:
         time.sleep(PAUSE_SECONDS)
-    missing = [peer for peer, each in awaited.items() if each.source < 0]  # some may have failed
+    for each in awaited.values():
+        if each.source < 0 and each.done():  # its sender cannot come any more, or another one cannot
+            _raise_lost(each, reporter)
+    missing = [peer for peer, each in awaited.items() if each.source < 0]
     named = missing if wait_all_ranks else missing[:1]
     answer = torch.zeros(1 + messages.world_size)
     for peer in named:
@@ -67,6 +73,18 @@ def _await_all(messages: TaggedMessages, reporter: Reporter, tag: int, seconds: 
             messages.isend(answer, peer, tag)
     if named:
         raise _named(reporter, named, seconds)
+
+
+def _raise_lost(message: Message, reporter: Reporter) -> None:
+    try:
+        message.wait()
+    except PeerLost as error:  # which the other ranks hear of, too
+        raise GroupPeerLost(
+            f"Rank {error.peer} failed to pass monitoredBarrier: {error}",
+            rank=reporter.own,
+            peer=error.peer,
+            operation="monitored_barrier",
+        ) from error
 
 
 def _reached(reporter: Reporter) -> str:

@@ -230,6 +230,10 @@ class ControlBlock:
         awaits = self.read(peer, AWAITS) & 0x7FFF
         return [awaits - 1] if awaits else []
 
+    def has_left(self, peer: int) -> bool:
+        """Whether `peer` has closed, failed or died, so that nothing more comes from it."""
+        return bool(self.read(peer, EXITED)) or peer in self._liveness.dead()
+
     def _check_exited(self, missing: Callable[[], list[int]], operation: str, waited: float) -> None:
         gone = {peer: self._exit_notice_of(peer) for peer in missing() if self.read(peer, EXITED)}
         dead = self._liveness.dead()

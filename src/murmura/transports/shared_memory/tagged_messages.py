@@ -246,12 +246,22 @@ class SharedMemoryMessages(TaggedMessages):
         self._words[place // 8 + RELEASED] = 1
 
     def is_received(self, receive: Receive) -> bool:
-        if not receive.ended and self._receiving.acquire(False):
+        """Whether it has ended, or nobody is left who could send what it waits for."""
+        if receive.ended:
+            return True
+        is_over = self.channel.failed or self.channel.closed or self._have_left(receive.source)
+        self._control.fence()
+        if self._receiving.acquire(False):
             try:
-                self._look()
+                self._look()  # after that, for whoever has left may have sent it before
             finally:
                 self._receiving.release()
-        return receive.ended or self.channel.failed or self.channel.closed
+        return receive.ended or is_over
+
+    def _have_left(self, source: int | None) -> bool:
+        """Whether `source`, or every peer if that is None, has left; this rank itself has not."""
+        senders = self._peers if source is None else [source]
+        return bool(senders) and source != self.rank and all(map(self._control.has_left, senders))
 
     def await_receive(self, receive: Receive, timeout: float | None) -> None:
         def missing() -> list[int]:
@@ -293,7 +303,9 @@ class _Sent(SentMessage):
 
     def done(self) -> bool:
         messages = self._messages
-        return messages.is_sent(self._dst, self._sent) or messages.channel.failed or messages.channel.closed
+        if messages.is_sent(self._dst, self._sent) or messages.channel.failed or messages.channel.closed:
+            return True
+        return messages._control.has_left(self._dst)
 
     def wait(self, timeout: float | None = None) -> None:
         self._messages.await_sent(self._dst, self._sent, timeout)
