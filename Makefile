@@ -57,7 +57,7 @@ $(FRAMEWORKS_READY): pyproject.toml constraints.txt
 
 test-integrations: $(FRAMEWORKS_READY)
 	$(FRAMEWORKS_BIN)/python -c "import lightning, accelerate, transformers, ray"
-	$(FRAMEWORKS_BIN)/pytest -n 2 --dist loadgroup -m "not gpu" tests/integrations tests/torch_ddp/test_accelerate.py tests/test_examples.py::test_shell_files_run
+	$(FRAMEWORKS_BIN)/pytest -n 2 --dist loadfile -m "not gpu" tests/integrations tests/torch_ddp/test_accelerate.py tests/test_examples.py::test_shell_files_run
 
 PEERS = gloo$(if $(wildcard $(BIN)/mpiexec),$(COMMA)mpich)
 COMMA := ,

@@ -13,7 +13,7 @@ from torch import nn
 
 from integrations import lightning_task as loops
 from integrations.lightning_task import Options, Weights
-from murmura import UsageError
+from murmura import CheckpointError, UsageError
 from murmura.integrations.lightning import MurmuraFabricStrategy, ddp_of
 
 
@@ -139,6 +139,22 @@ def moments_after_a_change(folder: str) -> list[Any]:
     after = [each["exp_avg"].clone() for each in optimizer.state_dict()["state"].values()]
     again.strategy.teardown()
     return [before, after]
+
+
+def changed_algorithm(folder: str) -> str:
+    """What is told who loads into another algorithm."""
+    path = f"{folder}/checkpoint.ckpt"
+    run, _, model, _ = begin("diloco")
+    run.save(path, {"model": model})
+    run.strategy.teardown()
+    run, _, model, _ = begin("gradient_allreduce")
+    try:
+        run.load(path, {"model": model})
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        run.strategy.teardown()
+    return "nothing"
 
 
 def two_models() -> list[Weights]:

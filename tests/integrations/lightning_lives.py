@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader
 from integrations import lightning_task as loops
 from integrations.lightning_programs import Own, Task, trainer
 from integrations.lightning_task import Options, Weights
+from murmura import CheckpointError
 from murmura.integrations.lightning import MurmuraStrategy
 
 EPOCH = Options(steps=5)  # of each epoch
@@ -161,6 +163,26 @@ def saved_after_the_fit(name: str, folder: str) -> tuple[Weights, Weights, Weigh
     second = trainer(strategy(name), callbacks=[own], max_epochs=EPOCHS)
     second.fit(Life(), *loaders(), ckpt_path=f"{folder}/last.ckpt")
     return whole.own, own.own, plain, loops.weights(life.net)
+
+
+def changed_algorithm(folder: str) -> tuple[str, Weights, Weights]:
+    """What is told of a checkpoint of another algorithm, the weights in it, and those a fit without replicas/ takes."""
+    path, life = f"{folder}/last.ckpt", Life()
+    first = trainer(strategy("diloco"), max_epochs=1)
+    first.fit(Life(), *loaders())
+    first.save_checkpoint(path)
+    plain = plain_file(folder)
+    try:
+        trainer("murmura", max_epochs=2).fit(Life(), *loaders(), ckpt_path=path)
+        told = "nothing"
+    except CheckpointError as error:
+        told = str(error)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(f"{folder}/replicas")
+    dist.barrier()
+    trainer("murmura", max_epochs=1).fit(life, *loaders(), ckpt_path=path)
+    return told, plain, loops.weights(life.net)
 
 
 def validate(name: str, folder: str) -> dict[str, Any]:

@@ -63,6 +63,10 @@ def test_moments_are_averaged_at_a_change_of_algorithm_right_after_a_load(tmp_pa
     assert all(map(torch.equal, after, others_after))
 
 
+def test_another_algorithm_is_told_to_leave_the_own_states_behind(tmp_path: Path) -> None:
+    assert all("without that folder" in told for told in run("fabric_programs:changed_algorithm", 2, str(tmp_path)))
+
+
 def test_torchrun_starts_the_ranks_of_a_script(tmp_path: Path) -> None:
     """The second script of the page, which starts its other rank itself in the test of the page."""
     path = tmp_path / "script.py"

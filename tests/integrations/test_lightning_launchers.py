@@ -76,3 +76,36 @@ def test_slurms_variables_place_the_ranks(tmp_path: Path) -> None:
             for rank in range(2)
         ),
     )
+
+
+FORK_SERVER = """
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from murmura.integrations.lightning import MurmuraFabricStrategy, MurmuraStrategy
+
+class Model(BoringModel):
+    def on_train_start(self):
+        check(self)
+
+def check(module):
+    assert not any(each.is_shared() for each in (*module.parameters(), *module.buffers()))
+
+def setup(fabric, module):
+    fabric.setup(module)
+    check(module)
+
+if __name__ == "__main__":
+    place = {"accelerator": "cpu", "devices": 2}
+    Trainer(strategy=MurmuraStrategy(start_method="forkserver"), fast_dev_run=True, **place).fit(Model())
+    Fabric(strategy=MurmuraFabricStrategy(start_method="forkserver"), **place).launch(setup, torch.nn.BatchNorm1d(2))
+"""
+
+
+def test_ranks_do_not_train_in_memory_that_a_fork_server_shares_among_them(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FORK_SERVER)
+    process = start(sys.executable, "-W", "ignore", str(script), cwd=tmp_path)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output[-5000:]

@@ -54,6 +54,15 @@ def test_the_plain_file_holds_the_mean_and_a_fit_goes_on_from_each_ones_own(name
         assert loops.distance(plain, after) == 0
 
 
+def test_another_algorithm_is_told_to_leave_the_own_states_behind_and_then_goes_on_from_the_mean(
+    tmp_path: Path,
+) -> None:
+    for told, plain, taken in run("lightning_lives:changed_algorithm", 2, str(tmp_path)):
+        assert "was saved by DiLoCoAlgorithmImpl" in told
+        assert "without that folder" in told
+        assert loops.distance(plain, taken) == 0
+
+
 def test_validation_sees_the_mean_and_training_goes_on_with_each_ones_own(tmp_path: Path) -> None:
     ranks = run("lightning_lives:validate", 2, "diloco", str(tmp_path))
     for seen in zip(*(each["validated"] for each in ranks), strict=True):
@@ -70,7 +79,7 @@ def without_counts(weights: loops.Weights) -> loops.Weights:
 
 
 def test_after_a_fit_test_sees_the_mean_and_files_that_are_not_needed_are_gone(tmp_path: Path) -> None:
-    ranks = run("lightning_lives:validate", 2, "diloco", str(tmp_path))
+    ranks = run("lightning_lives:validate", 2, "diloco", str(tmp_path / "lr=[0.1]"))
     assert all_equal([each["tested"] for each in ranks])
     mean = without_counts(loops.mean([each["own"] for each in ranks]))
     assert loops.distance(mean, without_counts(ranks[0]["tested"])) <= 1e-6

@@ -17,7 +17,7 @@ import torch
 from integrations.loops import far, mean
 from integrations.ranks import run
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.timeout(1200)
 PARAMETERS = ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]
 CASES: dict[str, dict[str, Any]] = {
     "four": {"num_workers": 4, "backend": "gloo", "algorithm": None},

@@ -5,18 +5,19 @@ from __future__ import annotations
 import inspect
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from murmura.algorithms.names import as_algorithm
 from murmura.ddp import DDP
 from murmura.ddp.options import check_options
-from murmura.errors import ConfigError
+from murmura.errors import CheckpointError, ConfigError
+from murmura.integrations.replica_state import load_algorithm
 from murmura.transports.shared_memory import futex
 
 if TYPE_CHECKING:
@@ -135,3 +136,28 @@ def algorithm_state(ddp: DDP) -> dict[str, Any]:
         ddp.transport.rank,
     )
     return ddp.unsettled_algorithm_state_dict()
+
+
+def load_algorithm_beside(
+    path: Any, ddp: DDP, state: Mapping[str, Any], optimizers: Sequence[Any], *, same_size: bool
+) -> None:
+    """Let the algorithm go on with its `state`, which stands beside the checkpoint `path`; see `load_algorithm`."""
+    try:
+        load_algorithm(ddp, state, optimizers, same_size=same_size)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"loading {path} on rank {ddp.transport.rank}: {error} It stands in replicas/ beside the file: without "
+            "that folder all ranks begin with the plain file, whatever the algorithm."
+        ) from error
+
+
+@torch.no_grad()
+def unshare(module: nn.Module, start_method: str) -> None:
+    """Give the module memory of its own on each rank, where the processes were handed one memory for all.
+
+    Lightning does it for "spawn", and leaves it out for "forkserver".
+    """
+    if start_method == "forkserver":
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_cuda:
+                tensor.data = tensor.data.clone()

@@ -17,8 +17,15 @@ from murmura.algorithms import Algorithm
 from murmura.ddp import DDP
 from murmura.errors import CheckpointError, UsageError
 from murmura.integrations.lightning import own_files
-from murmura.integrations.lightning.common import AnnouncedCollectives, check_arguments, default_backend, reduced
-from murmura.integrations.replica_state import load_algorithm, mean_state_dict, optimizers_of, replicas_differ
+from murmura.integrations.lightning.common import (
+    AnnouncedCollectives,
+    check_arguments,
+    default_backend,
+    load_algorithm_beside,
+    reduced,
+    unshare,
+)
+from murmura.integrations.replica_state import mean_state_dict, optimizers_of, replicas_differ
 
 
 class MurmuraFabricStrategy(AnnouncedCollectives, DDPStrategy):
@@ -45,6 +52,7 @@ class MurmuraFabricStrategy(AnnouncedCollectives, DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> DDP:
         """`module` in a `murmura.DDP`."""
+        unshare(module, self._start_method)
         ddp = DDP(module, algorithm=self._algorithm, **self._ddp_kwargs)
         self._ddps.append(ddp)
         return ddp
@@ -136,7 +144,7 @@ class MurmuraFabricStrategy(AnnouncedCollectives, DDPStrategy):
                     f"{path} has no state of an algorithm for {name!r}. Load under the names of the save."
                 )
             optimizers = optimizers_of(ddp, [each for each in state.values() if isinstance(each, Optimizer)])
-            load_algorithm(ddp, own["algorithms"][name], optimizers, same_size=own["same_size"])
+            load_algorithm_beside(path, ddp, own["algorithms"][name], optimizers, same_size=own["same_size"])
 
 
 class _NoSync(_BackwardSyncControl):

@@ -89,7 +89,7 @@ def load(io: Any, path: Any, plain: Mapping[str, Any], **options: Any) -> dict[s
         )
     own: dict[str, Any] = {}
     _on_all_ranks(f"loading {own_path}", lambda: own.update(io.load_checkpoint(own_path, **options)))
-    own["same_size"] = same_size
+    own |= {"same_size": same_size, "path": path}
     return own
 
 
@@ -99,14 +99,14 @@ def remove(path: Any) -> None:
 
 
 def _remove_own(path: str, keep: str | None) -> None:
-    mine = _own_path(path, "*", _rank())
-    files = get_filesystem(mine)
+    folder, end = posixpath.split(_own_path(path, "", _rank()))
+    files = get_filesystem(folder)
     with contextlib.suppress(OSError):
-        for each in files.glob(mine):
-            if keep is None or not posixpath.basename(each).startswith(keep):
+        for each in files.ls(folder, detail=False):  # no pattern: a folder may be called "lr=[0.1]"
+            if each.endswith(end) and (keep is None or not posixpath.basename(each).startswith(keep)):
                 files.rm(each)
-        if keep is None and os.path.isdir(os.path.dirname(mine)):
-            os.rmdir(os.path.dirname(mine))  # the last rank that removes its file does it
+        if keep is None and os.path.isdir(folder):
+            os.rmdir(folder)  # the last rank that removes its file does it
 
 
 def _own_path(path: str, identity: str, rank: int) -> str:

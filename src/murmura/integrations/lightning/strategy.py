@@ -23,10 +23,12 @@ from murmura.integrations.lightning.common import (
     algorithm_state,
     check_arguments,
     default_backend,
+    load_algorithm_beside,
     reduced,
+    unshare,
     write_means,
 )
-from murmura.integrations.replica_state import copied, load_algorithm, replicas_differ
+from murmura.integrations.replica_state import copied, replicas_differ
 
 STATES = ("state_dict", "current_model_state")  # of the model in a checkpoint; the latter with averaged weights
 AVERAGES = "average_model_state"  # of StochasticWeightAveraging, in its own part of a checkpoint
@@ -61,6 +63,12 @@ class MurmuraStrategy(AnnouncedCollectives, DDPStrategy):
 
     def _get_process_group_backend(self) -> str:
         return self._process_group_backend or default_backend(self.root_device)
+
+    def setup_environment(self) -> None:
+        """As Lightning's: joins the ranks."""
+        if self.lightning_module is not None:
+            unshare(self.lightning_module, self._start_method)
+        super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
         """As Lightning's: moves the model, wraps it for a fit, makes the optimizers."""
@@ -237,7 +245,8 @@ class MurmuraStrategy(AnnouncedCollectives, DDPStrategy):
         super().load_optimizer_state_dict(checkpoint)
         if self._own is None or self._ddp is None:
             return
-        load_algorithm(self._ddp, self._own["algorithm"], self.optimizers, same_size=self._own["same_size"])
+        path, same_size = self._own["path"], self._own["same_size"]
+        load_algorithm_beside(path, self._ddp, self._own["algorithm"], self.optimizers, same_size=same_size)
         self._own = None
 
     def remove_checkpoint(self, filepath: Any) -> None:
