@@ -76,7 +76,10 @@ def test_what_four_bits_lose_is_what_is_not_decoded_to_the_bit(dtype: torch.dtyp
     """Also of blocks that need more than the usual, in a tensor of several pieces; what is not finite is dropped."""
     compressor = MinMaxUInt4(64)
     for kind in KINDS:
-        normal, largest = samples("normal", 2**18, dtype), torch.tensor([torch.finfo(dtype).max, -1.0], dtype=dtype)
+        normal, largest = (
+            samples("normal", minmax_plain.PIECE_ELEMENTS, dtype),
+            torch.tensor([torch.finfo(dtype).max, -1.0], dtype=dtype),
+        )
         values = torch.cat([normal, samples(kind, 203, dtype), largest, normal[:77]])
         payload = compressor.encode(values)
         held = torch.empty_like(values)

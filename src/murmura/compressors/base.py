@@ -12,7 +12,7 @@ from torch import Tensor
 from murmura.errors import UsageError
 
 ENCODABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-PIECE_ELEMENTS = 2**18  # what one core takes at a time, to find it in its cache again
+PIECE_ELEMENTS = 2**19  # what one core takes at a time, to find it in its cache again
 
 
 class Compressor(ABC):

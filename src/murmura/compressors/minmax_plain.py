@@ -130,7 +130,8 @@ def quantise(
         torch.cat(each) for each in zip(*(extremes(rows, dtype) for rows in sections(values, block)), strict=True)
     )
     grid = grid_of(low, high, levels)
-    shift, usual = grid.zero + MAGIC[dtype], grid.usual(levels)
+    shift = grid.zero + MAGIC[dtype]
+    usual = grid.usual(levels).numpy() if values.is_cpu else None
     codes, headers = parts_of(payload, values.numel(), levels)
     headers.copy_(torch.cat((grid.base, grid.step), 1).view(-1).view(torch.uint8))
     header_bytes = headers.numel() // len(low)
@@ -139,7 +140,7 @@ def quantise(
     for span, blocks in pieces(values, block):
         source = values[span].view(len(low[blocks]), -1)
         scaled = scratch[: source.numel()].view(source.shape)
-        is_usual = values.is_cpu and bool(usual[blocks].all())
+        is_usual = usual is not None and bool(usual[blocks].all())
         if is_usual:
             torch.mul(source, grid.inverse[blocks], out=scaled)
         else:
