@@ -70,6 +70,44 @@ def test_four_bits_are_subtracted_to_the_bit(length: int, dtype: torch.dtype) ->
     assert not torch.equal(left, other)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("decodes", [False, True])
+def test_what_four_bits_lose_is_what_is_not_decoded_to_the_bit(dtype: torch.dtype, decodes: bool) -> None:
+    """Also of blocks that need more than the usual, in a tensor of several pieces; what is not finite is dropped."""
+    compressor = MinMaxUInt4(64)
+    for kind in KINDS:
+        normal, largest = (
+            samples("normal", minmax_plain.PIECE_ELEMENTS, dtype),
+            torch.tensor([torch.finfo(dtype).max, -1.0], dtype=dtype),
+        )
+        values = torch.cat([normal, samples(kind, 203, dtype), largest, normal[:77]])
+        payload = compressor.encode(values)
+        held = torch.empty_like(values)
+        compressor.decompress(payload, held)
+        left, again, decoded = values.clone(), torch.full_like(payload, 7), torch.full_like(values, 7)
+        compressor.compress_to_loss(left, again, decoded if decodes else None)
+        assert torch.equal(again, payload), kind
+        assert torch.equal(left, (values - held).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)), kind
+        assert not decodes or same(decoded, held), kind
+
+
+def test_feedback_decodes_what_it_encodes() -> None:
+    first, second = ErrorFeedback(MinMaxUInt4(16)), ErrorFeedback(MinMaxUInt4(16))
+    for seed in range(3):
+        values = torch.randn(203, generator=torch.Generator().manual_seed(seed))
+        payload, decoded = first.encode(values), values.clone()
+        held = torch.empty_like(values)
+        first.decompress(payload, held)
+        again = torch.empty_like(payload)
+        second.compress_decoding(decoded, again, decoded)
+        assert torch.equal(again, payload)
+        assert torch.equal(decoded, held)
+        left, right = first.residual, second.residual
+        assert left is not None
+        assert right is not None
+        assert torch.equal(left, right)
+
+
 def test_a_residual_that_is_lent_stays_as_it_is() -> None:
     """One that is not makes room for the next, looked at or not: no memory is taken for each message."""
     feedback, values = ErrorFeedback(MinMaxUInt4()), torch.arange(7.0) ** 2

@@ -21,13 +21,13 @@ PIECE_ELEMENTS = 2**18
 
 
 class _Piece(NamedTuple):
-    """A piece of every rank's chunk: where it is in the flat, its payloads, and the mean of this rank's own."""
+    """A piece of every rank's chunk: where it is in the flat, and its payloads."""
 
     bounds: list[tuple[int, int]]
     payload: Tensor  # whose parts are `parts`
     parts: list[Tensor]
     from_all: list[Tensor]
-    mean: Tensor
+    mean: Tensor | None  # of this rank's own part; None if that is formed where the part is in the flat
 
 
 class ChunkedMean(CompressedMean):
@@ -65,7 +65,7 @@ class ChunkedMean(CompressedMean):
         for piece, future in zip(pieces, encoded, strict=True):
             future.result()
             transport.all_to_all(piece.parts, piece.from_all)
-            reduced.append(start(partial(self._reduce, piece)))
+            reduced.append(start(partial(self._reduce, flat, piece)))
         for piece, future in zip(pieces, reduced, strict=True):
             future.result()
             self._spread(piece)
@@ -74,25 +74,42 @@ class ChunkedMean(CompressedMean):
             future.result()
 
     def _encode(self, flat: Tensor, piece: _Piece) -> None:
-        for encoder, (start, stop), part in zip(self._encoders, piece.bounds, piece.parts, strict=True):
-            encoder.compress(flat[start:stop], part)
+        """Fill the parts; this rank's own, of which the flat has no more need, becomes what all would decode."""
+        for rank, (encoder, part) in enumerate(zip(self._encoders, piece.parts, strict=True)):
+            values = flat[slice(*piece.bounds[rank])]
+            if rank == self._transport.rank and self._decodes_own:
+                encoder.compress_decoding(values, part, values)
+            else:
+                encoder.compress(values, part)
 
-    def _reduce(self, piece: _Piece) -> None:
+    def _reduce(self, flat: Tensor, piece: _Piece) -> None:
         """Overwrite this rank's own part with the mean, encoded."""
-        mean, decoder = piece.mean, self._mean_encoder
-        for rank, (part, share) in enumerate(zip(piece.from_all, self._shares, strict=True)):
-            if rank == 0:
-                decoder.decompress(part, mean)
-                if share != 1:
-                    mean.mul_(share)
+        own, decoder = self._transport.rank, self._mean_encoder
+        values, payload = flat[slice(*piece.bounds[own])], piece.parts[own]
+        mean = values if piece.mean is None else piece.mean
+        ranks = list(range(len(self._shares)))
+        if piece.mean is None:  # one of the first two, for x + y is y + x
+            ranks.insert(0, ranks.pop(own))
+        for place, rank in enumerate(ranks):
+            part, share = piece.from_all[rank], self._shares[rank]
+            if rank == own and self._decodes_own:
+                decoded = values
+            elif place == 0:
+                decoder.decompress(part, decoded := mean)
             elif share == 1:
                 decoder.decompress_add(part, mean)
+                continue
             else:
-                decoded = torch.empty_like(mean)
-                decoder.decompress(part, decoded)
-                mean.add_(decoded.mul_(share))
+                decoder.decompress(part, decoded := torch.empty_like(mean))
+            if share != 1:
+                decoded.mul_(share)
+            if decoded is not mean:
+                mean.add_(decoded)
         mean.div_(self._divisor)
-        decoder.compress(mean, piece.parts[self._transport.rank])
+        if self._decodes_own:
+            decoder.compress_decoding(mean, payload, values)
+        else:
+            decoder.compress(mean, payload)
 
     def _spread(self, piece: _Piece) -> None:
         """Send this rank's own part to all, and fill the others from theirs."""
@@ -105,12 +122,18 @@ class ChunkedMean(CompressedMean):
             transport.all_to_all([own] * transport.world_size, parts)
 
     def _decode(self, flat: Tensor, piece: _Piece) -> None:
-        for (start, stop), part in zip(piece.bounds, piece.parts, strict=True):
-            self._mean_encoder.decompress(part, flat[start:stop])
+        for rank, (bounds, part) in enumerate(zip(piece.bounds, piece.parts, strict=True)):
+            if rank != self._transport.rank or not self._decodes_own:
+                self._mean_encoder.decompress(part, flat[slice(*bounds)])
+
+    @property
+    def _decodes_own(self) -> bool:
+        """Whether this rank's own part is decoded when it is encoded: means are formed in the dtype of the flat."""
+        return self._wide == self._like.dtype
 
 
 def _cut(transport: Transport, like: Tensor, compressor: Compressor) -> list[_Piece]:
-    """The pieces of `like`, with memory for their payloads and for the mean of this rank's chunk."""
+    """The pieces of `like`, with memory for their payloads and, where needed, for the mean of this rank's chunk."""
     size, rank = transport.world_size, transport.rank
     chunks = [chunk_bounds(like.numel(), size, each) for each in range(size)]
     shortest = min(stop - start for start, stop in chunks)  # the others have one element more, in their last piece
@@ -122,6 +145,8 @@ def _cut(transport: Transport, like: Tensor, compressor: Compressor) -> list[_Pi
         payload = transport.allocate(sum(num_bytes), torch.uint8, like.device)
         arrived = transport.allocate(num_bytes[rank] * size, torch.uint8, like.device)
         parts, from_all = list(torch.split(payload, num_bytes)), list(torch.split(arrived, [num_bytes[rank]] * size))
-        mean = torch.empty(bounds[rank][1] - bounds[rank][0], dtype=wide(like.dtype), device=like.device)
+        mean = None
+        if rank > 1 or wide(like.dtype) != like.dtype:
+            mean = torch.empty(bounds[rank][1] - bounds[rank][0], dtype=wide(like.dtype), device=like.device)
         pieces.append(_Piece(bounds, payload, parts, from_all, mean))
     return pieces

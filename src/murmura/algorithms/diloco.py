@@ -19,6 +19,7 @@ from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean, Residual, check_residuals, has_residuals, wide
 from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import LOCAL_STEPS, register_algorithm
+from murmura.algorithms.nesterov import nesterov_step
 from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import FlatWeights, Piece, as_real
 from murmura.buckets.flat import plain_memory
@@ -36,14 +37,25 @@ class _Part(NamedTuple):
 
     theta: Tensor
     velocity: Tensor
-    pieces: list[Piece]
-    stage: Tensor  # of the pieces' length: x, then θ - x, its mean, and the new θ; shared by all fragments
+    pieces: list[Piece]  # of parameters
+    buffers: list[Piece]
+    stage: Tensor  # of their length: θ - x and its mean, then buffers and their mean; shared by all fragments
     mean: CompressedMean | None
+
+    @property
+    def change(self) -> Tensor:
+        return self.stage[: self.theta.numel()]
+
+    @property
+    def news(self) -> list[tuple[list[Piece], Tensor]]:
+        """What pieces get after the exchange."""
+        both = ((self.pieces, self.theta), (self.buffers, self.stage[self.theta.numel() :]))
+        return [each for each in both if each[0]]
 
 
 @dataclass
 class _Arrival:
-    """A fragment between its exchange and the moment at which weights take it over from the stages of its parts."""
+    """A fragment between its exchange and the moment at which weights take it over."""
 
     fragment: int
     round: int
@@ -101,7 +113,8 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         mean = None
         if self.compressor is not None and self._channel.world_size > 1 and theta.numel():
             mean = compressed_mean(self._channel, as_real(theta), self.compressor, self._codec)
-        return _Part(theta, velocity, weights.pieces(number, start, end), stage[: end - start], mean)
+        pieces, buffers = weights.pieces(number, start, stop), weights.pieces(number, stop, end)
+        return _Part(theta, velocity, pieces, buffers, stage[: end - start], mean)
 
     # When
 
@@ -139,10 +152,10 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         index = self._fragment_after(self.due_round)
         if index is None:
             return
-        parts = [part for part in self._fragments[index] if part.pieces]
+        parts = [part for part in self._fragments[index] if part.stage.numel()]
         for part in parts:
-            self._weights.read_pieces(part.pieces, part.stage)
-        self._arrival = _Arrival(index, self.due_round, [(part.pieces, part.stage) for part in parts])
+            self._weights.read_changes([*part.pieces, *part.buffers], part.theta, part.stage)
+        self._arrival = _Arrival(index, self.due_round, [each for part in parts for each in part.news])
         if self.overlap:
             tensors = [each for part in parts for each in (part.stage, part.theta, part.velocity)]
             what = f"the exchange of fragment {index} after round {self.due_round}"
@@ -160,21 +173,16 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
 
     @torch.no_grad()
     def _outer_step(self, parts: Sequence[_Part]) -> None:
-        """Overwrite the stages, which hold this rank's x, with the new θ."""
-        changes = [part.stage[: part.theta.numel()] for part in parts]
-        for part, change in zip(parts, changes, strict=True):
-            torch.sub(part.theta, change, out=change)
-        for part, change in zip(parts, changes, strict=True):
+        """Let θ and the buffers in the stages, which hold this rank's changes, become those of all ranks."""
+        for part in parts:
             whole = part.stage
             if part.mean is not None:
-                part.mean(as_real(change))
-                whole = part.stage[change.numel() :]  # buffers, whole values beside small changes, would cost them bits
+                part.mean(as_real(part.change))
+                whole = part.stage[part.theta.numel() :]  # buffers beside small changes would cost them bits
             if whole.numel():
                 self._channel.all_reduce(whole, ReduceOp.MEAN)
-        for (theta, velocity, *_), change in zip(parts, changes, strict=True):
-            velocity.mul_(self.outer_momentum).add_(change)
-            theta.sub_(change.add_(velocity, alpha=self.outer_momentum), alpha=self.outer_lr)
-            change.copy_(theta)
+        for part in parts:
+            nesterov_step(part.theta, part.change, part.velocity, self.outer_lr, self.outer_momentum)
 
     def _take_over(self) -> None:
         """Let the weights take over the fragment that has arrived, or is about to."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from murmura.algorithms.base import Replica
 from murmura.buckets.flat import FlatTensors
+from murmura.compressors.base import PIECE_ELEMENTS
 from murmura.errors import ConfigError
 
 
@@ -68,27 +69,46 @@ class FlatWeights(FlatTensors):
         return pieces
 
     @torch.no_grad()
-    def read_pieces(self, pieces: Sequence[Piece], out: Tensor) -> None:
-        """Overwrite `out` with `pieces`, end to end."""
-        tensors = self._by_name()
-        torch.cat([tensors[name].reshape(-1)[start:stop] for name, start, stop in pieces], out=out)
+    def read_changes(self, pieces: Sequence[Piece], since: Tensor, out: Tensor) -> None:
+        """Overwrite `out` with `since` - x, end to end; behind the end of `since` with x."""
+        parts = self._parts_of(pieces)
+        if not out.is_cpu:  # two kernels, however many parts
+            torch.cat(parts, out=out)
+            torch.sub(since, out[: since.numel()], out=out[: since.numel()])
+            return
+        start = 0
+        for part in parts:
+            stop = start + part.numel()
+            if start < since.numel():
+                torch.sub(since[start:stop], part, out=out[start:stop])
+            else:
+                out[start:stop] = part
+            start = stop
 
     @torch.no_grad()
     def mix_pieces(self, pieces: Sequence[Piece], values: Tensor, alpha: float) -> None:
-        """Let `pieces` become alpha x + (1 - alpha) `values`, which lie end to end and are overwritten."""
+        """Let `pieces` become alpha x + (1 - alpha) `values`, which lie end to end."""
         tensors = self._by_name()
         kept = [tensors[name].reshape(-1) for name, _, _ in pieces]  # of a tensor that is not contiguous, a copy
         parts = [each[start:stop] for each, (_, start, stop) in zip(kept, pieces, strict=True)]
         news = list(torch.split(values.to(parts[0].device), [part.numel() for part in parts]))
-        if alpha:
-            torch._foreach_mul_(news, 1 - alpha)
-            torch._foreach_mul_(parts, alpha)
-            torch._foreach_add_(parts, news)
-        else:
+        if not alpha:
             torch._foreach_copy_(parts, news)
+        elif parts[0].is_cpu:
+            for part, new in zip(parts, news, strict=True):
+                for x, value in zip(*(torch.split(each, PIECE_ELEMENTS) for each in (part, new)), strict=True):
+                    x.mul_(alpha).add_(value * (1 - alpha))
+        else:
+            torch._foreach_mul_(parts, alpha)
+            torch._foreach_add_(parts, torch._foreach_mul(news, 1 - alpha))
         for (name, _, _), each in zip(pieces, kept, strict=True):
             if not tensors[name].is_contiguous():
                 tensors[name].copy_(each.view(tensors[name].shape))
+
+    def _parts_of(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """The values of `pieces`, each flat: views, but of a tensor that is not contiguous a copy."""
+        tensors = self._by_name()
+        return [tensors[name].reshape(-1)[start:stop] for name, start, stop in pieces]
 
     def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """A copy of each parameter's and buffer's part of `flats`."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from murmura.errors import UsageError
 
 ENCODABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-PIECE_ELEMENTS = 2**18  # what one core takes at a time, to find it in its cache again
+PIECE_ELEMENTS = 2**19  # what one core takes at a time, to find it in its cache again
 
 
 class Compressor(ABC):
@@ -45,6 +45,24 @@ class Compressor(ABC):
     @abstractmethod
     def compress(self, tensor: Tensor, payload: Tensor) -> None:
         """Fill `payload` from `tensor`, which is only read."""
+
+    def compress_decoding(self, tensor: Tensor, payload: Tensor, decoded: Tensor) -> None:
+        """Fill `payload` from `tensor`, and `decoded`, which may be `tensor` itself, with what the payload holds."""
+        self.compress(tensor, payload)
+        self.decompress(payload, decoded)
+
+    def compress_to_loss(self, tensor: Tensor, payload: Tensor, decoded: Tensor | None = None) -> None:
+        """Fill `payload` from `tensor`, which becomes what is lost of it, zero where that is not finite.
+
+        `decoded` gets what the payload holds.
+        """
+        self.compress(tensor, payload)
+        if decoded is None:
+            self.decompress_subtract(payload, tensor)
+        else:
+            self.decompress(payload, decoded)
+            tensor.sub_(decoded)
+        tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     @abstractmethod
     def decompress(self, payload: Tensor, out: Tensor) -> None:

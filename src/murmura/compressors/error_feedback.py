@@ -47,15 +47,22 @@ class ErrorFeedback(Compressor):
         return self.inner.payload_bytes(numel, dtype)
 
     def compress(self, tensor: Tensor, payload: Tensor) -> None:
+        self._compress(tensor, payload, None)
+
+    def compress_decoding(self, tensor: Tensor, payload: Tensor, decoded: Tensor) -> None:
+        self._compress(tensor, payload, decoded)
+
+    def _compress(self, tensor: Tensor, payload: Tensor, decoded: Tensor | None) -> None:
         check_call(self, tensor, payload)
         corrected = self._corrected(tensor.detach())
-        self.inner.compress(corrected, payload)
-        self._keep_loss(corrected, payload)
+        self.inner.compress_to_loss(corrected, payload, decoded)
+        self._residual = corrected
 
     def encode(self, tensor: Tensor) -> Tensor:
         corrected = self._corrected(tensor.detach())
         payload = self.inner.encode(corrected)
-        self._keep_loss(corrected, payload)
+        self.inner.decompress_subtract(payload, corrected)
+        self._residual = corrected.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return payload
 
     def _corrected(self, tensor: Tensor) -> Tensor:
@@ -66,10 +73,6 @@ class ErrorFeedback(Compressor):
         out = torch.empty_like(residual) if self._is_lent else residual
         self._is_lent = False
         return torch.add(tensor, residual, alpha=self.decay, out=out)
-
-    def _keep_loss(self, corrected: Tensor, payload: Tensor) -> None:
-        self.inner.decompress_subtract(payload, corrected)
-        self._residual = corrected.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def decompress(self, payload: Tensor, out: Tensor) -> None:
         self.inner.decompress(payload, out)

@@ -43,6 +43,14 @@ class MinMaxUInt4(Compressor):
         if tensor.numel():
             kernels_for(tensor).encode_pairs(tensor.detach(), payload, min(tensor.numel(), self.block_size))
 
+    def compress_to_loss(self, tensor: Tensor, payload: Tensor, decoded: Tensor | None = None) -> None:
+        if not tensor.is_cpu:
+            super().compress_to_loss(tensor, payload, decoded)
+            return
+        check_call(self, tensor, payload)
+        if tensor.numel():
+            minmax_plain.encode_pairs_to_loss(tensor.detach(), payload, min(tensor.numel(), self.block_size), decoded)
+
     def decompress(self, payload: Tensor, out: Tensor) -> None:
         check_call(self, out, payload)
         if out.numel():
@@ -52,10 +60,3 @@ class MinMaxUInt4(Compressor):
         check_call(self, out, payload)
         if out.numel():
             kernels_for(out).decode_pairs(payload, out.detach(), min(out.numel(), self.block_size), add=True)
-
-    def decompress_subtract(self, payload: Tensor, out: Tensor) -> None:
-        check_call(self, out, payload)
-        if not out.is_cpu:
-            super().decompress_subtract(payload, out)
-        elif out.numel():
-            minmax_plain.decode_pairs(payload, out.detach(), min(out.numel(), self.block_size), add=-1)
