@@ -19,7 +19,6 @@ from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean, Residual, check_residuals, has_residuals, wide
 from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import LOCAL_STEPS, register_algorithm
-from murmura.algorithms.nesterov import nesterov_step
 from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import FlatWeights, Piece, as_real
 from murmura.buckets.flat import plain_memory
@@ -182,7 +181,8 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
             if whole.numel():
                 self._channel.all_reduce(whole, ReduceOp.MEAN)
         for part in parts:
-            nesterov_step(part.theta, part.change, part.velocity, self.outer_lr, self.outer_momentum)
+            part.velocity.mul_(self.outer_momentum).add_(part.change)
+            part.theta.sub_(part.change.add_(part.velocity, alpha=self.outer_momentum), alpha=self.outer_lr)
 
     def _take_over(self) -> None:
         """Let the weights take over the fragment that has arrived, or is about to."""

@@ -13,6 +13,7 @@ from murmura.algorithms.checks import at_least_one
 from murmura.algorithms.names import as_algorithm
 from murmura.algorithms.switching import replace_algorithm
 from murmura.buckets import Bucket
+from murmura.errors import ConfigError
 from murmura.types import Exchanges
 
 if TYPE_CHECKING:
@@ -146,8 +147,12 @@ class Phased(Algorithm):
 
     def __post_init__(self) -> None:
         at_least_one(until_round=self.until_round)
-        object.__setattr__(self, "first", as_algorithm(self.first))
-        object.__setattr__(self, "then", as_algorithm(self.then))
+        for name in ("first", "then"):
+            given = getattr(self, name)
+            try:
+                object.__setattr__(self, name, as_algorithm(given))
+            except ConfigError as error:
+                raise ConfigError(f"{name}={given!r}: {error}") from None
 
     @property
     def period(self) -> int:
