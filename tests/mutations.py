@@ -36,7 +36,8 @@ from pathlib import Path
 from nearest import Imports, seconds_by_file
 
 ROOT = Path(__file__).resolve().parent.parent
-LEFT_OUT = ("tools/", "lab.py", "__main__.py", "compressors/minmax_triton.py")  # programs; kernels that need a GPU
+KERNELS = tuple(f"compressors/{name}_triton.py" for name in ("cast", "minmax_parts", "minmax"))  # which need a GPU
+LEFT_OUT = ("tools/", "lab.py", "__main__.py", *KERNELS)  # programs, and kernels
 BATCHES = (4, 12)  # so many test files are run first, then so many more, then the rest: most mutations end in the first
 SECONDS_OF_A_TEST = 60
 TRIES = 4  # so many failing tests are looked at before a run that fails for other reasons is given up

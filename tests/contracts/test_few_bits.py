@@ -350,10 +350,12 @@ def test_without_kernels_of_triton_plain_operations_serve(
     def fail(*args: Any) -> None:
         raise PTXASError("Value 'sm_999' is not defined for option 'gpu-name'")
 
-    triton = SimpleNamespace(encode=fail, convert=fail)
-    for name in ("minmax_triton", "cast_triton"):
+    triton = SimpleNamespace(encode=fail, convert=fail, encode_parts=fail)
+    for name in ("minmax_triton", "cast_triton", "minmax_parts_triton"):
         monkeypatch.setitem(sys.modules, f"murmura.compressors.{name}", triton)
         monkeypatch.setattr(compressors, name, triton, raising=False)
     assert minmax_choice._cuda_kernels.__wrapped__(torch.device("cpu")) is minmax_plain
-    assert cast._cuda_convert.__wrapped__(torch.device("cpu")) is None
-    assert [message.endswith("'gpu-name'") for message in caplog.messages] == [True, True]
+    assert cast._cuda_kernels.__wrapped__(torch.device("cpu")) is None
+    monkeypatch.setattr(minmax_choice, "_cuda_kernels", lambda device: triton)  # those of one part can be compiled
+    assert minmax_choice._cuda_part_kernels.__wrapped__(torch.device("cpu")) is None
+    assert [message.endswith("'gpu-name'") for message in caplog.messages] == [True, True, True]

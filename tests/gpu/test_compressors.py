@@ -5,6 +5,8 @@ Run on a machine with a GPU: ``pytest -m gpu tests/gpu``.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -81,9 +83,9 @@ def test_cast_on_cuda_gives_the_bits_of_the_cpu(
     if dtype != target and dtype.itemsize <= target.itemsize:
         pytest.skip("it would not become smaller")
     if kernels == "plain":
-        monkeypatch.setattr(cast, "_cuda_convert", lambda device: None)
+        monkeypatch.setattr(cast, "_cuda_kernels", lambda device: None)
     else:
-        assert cast._cuda_convert(torch.device("cuda", 0)) is not None
+        assert cast._cuda_kernels(torch.device("cuda", 0)) is not None
     for kind in KINDS:
         for length in (0, 1, 3, 4096, 10_007):
             values = samples(kind, length, dtype) if length else torch.empty(0, dtype=dtype)
@@ -95,6 +97,41 @@ def test_cast_on_cuda_gives_the_bits_of_the_cpu(
                 assert same(*as_values), f"payload: {told}"
                 assert same(found[1], expected[1]), f"decoded: {told}"
                 assert same(found[2], expected[2]), f"added: {told}"
+
+
+AT_ONCE = [murmura.MinMaxUInt8(64), murmura.MinMaxUInt8(), murmura.Cast(torch.bfloat16)]
+
+
+@pytest.mark.parametrize("compressor", AT_ONCE, ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_parts_at_once_give_the_bits_of_the_cpu(dtype: torch.dtype, compressor: murmura.Compressor) -> None:
+    """Means of numbers of ranks that are no powers of two too: kernels divide, where torch multiplies on CUDA."""
+    assert minmax._cuda_part_kernels(torch.device("cuda", 0)) is not None
+    if isinstance(compressor, murmura.Cast) and dtype == torch.float16:
+        pytest.skip("it would not become smaller")
+    for kind, (numel, num_parts) in itertools.product(KINDS, [(3, 2), (65_536, 2), (65_537, 3)]):
+        values = samples(kind, numel, dtype)
+        found, expected = (results_at_once(compressor, values.to(device), num_parts) for device in ("cuda", "cpu"))
+        for what, one, other in zip(("payload", "decoded", "mean", "sum"), found, expected, strict=True):
+            if isinstance(compressor, murmura.Cast) and one.dtype == torch.uint8:  # a NaN has many bits
+                one, other = one.view(compressor.dtype), other.view(compressor.dtype)
+            assert same(one, other), f"{what}: {kind}, {numel} elements, {num_parts} parts"
+
+
+def results_at_once(compressor: murmura.Compressor, values: Tensor, num_parts: int) -> list[Tensor]:
+    """The payloads of the parts, what they decode to, and the payloads of a mean and of a sum."""
+    numel, dtype, device = values.numel(), values.dtype, str(values.device)
+    sizes = [compressor.payload_bytes(part.numel(), dtype) for part in values.tensor_split(num_parts)]
+    payload, decoded = space(sum(sizes), 0, device), torch.empty_like(values)
+    compressor.compress_parts(values, num_parts, payload)
+    compressor.decompress_parts(payload, num_parts, decoded)
+    wide = dtype if dtype.itemsize > 2 else torch.float32
+    rows = torch.stack([compressor.encode(values * (row + 1)) for row in range(num_parts)])
+    found = [payload, decoded]
+    for divisor in (num_parts, 1):
+        found.append(space(compressor.payload_bytes(numel, wide), 0, device))
+        compressor.compress_mean(rows, divisor, torch.empty(numel, dtype=wide, device=device), found[-1])
+    return found
 
 
 @pytest.mark.parametrize(

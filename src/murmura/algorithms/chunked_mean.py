@@ -26,6 +26,7 @@ class _Piece(NamedTuple):
     bounds: list[tuple[int, int]]
     payload: Tensor  # whose parts are `parts`
     parts: list[Tensor]
+    arrived: Tensor  # a row from each rank, which are `from_all`
     from_all: list[Tensor]
     mean: Tensor | None  # of this rank's own part; None if that is formed where the part is in the flat
 
@@ -55,6 +56,9 @@ class ChunkedMean(CompressedMean):
         )
         self._codec = codec
         self._pieces = _cut(transport, like, compressor)
+        # One kernel then takes the codes of all chunks; encoders that keep residuals are one for each.
+        is_plain = self._mean_encoder is compressor and all(share == 1 for share in self._shares)
+        self._at_once = like.is_cuda and len(self._pieces) == 1 and is_plain
 
     def __call__(self, flat: Tensor) -> None:
         """Overwrite `flat` with the mean."""
@@ -75,6 +79,9 @@ class ChunkedMean(CompressedMean):
 
     def _encode(self, flat: Tensor, piece: _Piece) -> None:
         """Fill the parts; this rank's own, of which the flat has no more need, becomes what all would decode."""
+        if self._at_once:
+            self._mean_encoder.compress_parts(flat, len(piece.parts), piece.payload)
+            return
         for rank, (encoder, part) in enumerate(zip(self._encoders, piece.parts, strict=True)):
             values = flat[slice(*piece.bounds[rank])]
             if rank == self._transport.rank and self._decodes_own:
@@ -87,6 +94,9 @@ class ChunkedMean(CompressedMean):
         own, decoder = self._transport.rank, self._mean_encoder
         values, payload = flat[slice(*piece.bounds[own])], piece.parts[own]
         mean = values if piece.mean is None else piece.mean
+        if self._at_once:
+            decoder.compress_mean(piece.arrived, self._divisor, mean, payload)
+            return
         ranks = list(range(len(self._shares)))
         if piece.mean is None:  # one of the first two, for x + y is y + x
             ranks.insert(0, ranks.pop(own))
@@ -122,6 +132,9 @@ class ChunkedMean(CompressedMean):
             transport.all_to_all([own] * transport.world_size, parts)
 
     def _decode(self, flat: Tensor, piece: _Piece) -> None:
+        if self._at_once:
+            self._mean_encoder.decompress_parts(piece.payload, len(piece.parts), flat)
+            return
         for rank, (bounds, part) in enumerate(zip(piece.bounds, piece.parts, strict=True)):
             if rank != self._transport.rank or not self._decodes_own:
                 self._mean_encoder.decompress(part, flat[slice(*bounds)])
@@ -144,9 +157,9 @@ def _cut(transport: Transport, like: Tensor, compressor: Compressor) -> list[_Pi
         num_bytes = [compressor.payload_bytes(stop - start, like.dtype) for start, stop in bounds]
         payload = transport.allocate(sum(num_bytes), torch.uint8, like.device)
         arrived = transport.allocate(num_bytes[rank] * size, torch.uint8, like.device)
-        parts, from_all = list(torch.split(payload, num_bytes)), list(torch.split(arrived, [num_bytes[rank]] * size))
+        parts, rows = list(torch.split(payload, num_bytes)), arrived.view(size, num_bytes[rank])
         mean = None
         if rank > 1 or wide(like.dtype) != like.dtype:
             mean = torch.empty(bounds[rank][1] - bounds[rank][0], dtype=wide(like.dtype), device=like.device)
-        pieces.append(_Piece(bounds, payload, parts, from_all, mean))
+        pieces.append(_Piece(bounds, payload, parts, rows, list(rows), mean))
     return pieces

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -86,6 +86,31 @@ class Compressor(ABC):
         self.compress(tensor, payload)
         return payload
 
+    # Many payloads at once: a GPU launches one kernel where there were one or two for each
+
+    def compress_parts(self, tensor: Tensor, num_parts: int, payload: Tensor) -> None:
+        """Fill `payload` with those of the parts that `Tensor.tensor_split` cuts `tensor` into, end to end."""
+        for part, its_payload in _parts(self, tensor, num_parts, payload):
+            self.compress(part, its_payload)
+
+    def decompress_parts(self, payload: Tensor, num_parts: int, out: Tensor) -> None:
+        """Overwrite `out` from what `compress_parts` has filled."""
+        for part, its_payload in _parts(self, out, num_parts, payload):
+            self.decompress(its_payload, part)
+
+    def compress_mean(self, payloads: Tensor, divisor: int, mean: Tensor, out: Tensor) -> None:
+        """Fill `out` with the payload of what the rows of `payloads` hold, summed in their order and divided.
+
+        `mean` is room to compute it in, of the dtype to compute in; its contents are undefined afterwards.
+        """
+        for row, payload in enumerate(payloads):
+            if row == 0:
+                self.decompress(payload, mean)
+            else:
+                self.decompress_add(payload, mean)
+        mean.div_(divisor)
+        self.compress(mean, out)
+
     @property
     def grain(self) -> int | None:
         """A tensor may be cut at multiples of this many elements: the pieces take as many bytes as the whole, and
@@ -117,6 +142,13 @@ class Compressor(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # most carry no state
         """Take over what `state_dict` returned."""
+
+
+def _parts(compressor: Compressor, tensor: Tensor, num_parts: int, payload: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parts of `tensor`, each with its part of `payload`."""
+    parts = tensor.tensor_split(num_parts)
+    sizes = [compressor.payload_bytes(part.numel(), part.dtype) for part in parts]
+    return zip(parts, torch.split(payload, sizes), strict=True)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

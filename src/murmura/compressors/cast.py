@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -63,19 +63,32 @@ class Cast(Compressor):
     def decompress_add(self, payload: Tensor, out: Tensor) -> None:
         check_call(self, out, payload)
         values, out = self._values(payload), out.detach()
-        convert = _cuda_convert(out.device) if out.is_cuda and out.numel() else None
-        if convert is not None:
-            convert(values, out, add=True)
+        kernels = _cuda_kernels(out.device) if out.is_cuda and out.numel() else None
+        if kernels is not None:
+            kernels.convert(values, out, add=True)
             return
         piece = PIECE_ELEMENTS if out.is_cpu else max(1, out.numel())  # what torch converts for the sum stays in cache
         for first in range(0, out.numel(), piece):
             out[first : first + piece].add_(values[first : first + piece])
 
+    def compress_parts(self, tensor: Tensor, num_parts: int, payload: Tensor) -> None:
+        self.compress(tensor, payload)  # an element's bytes do not depend on where a part begins
+
+    def decompress_parts(self, payload: Tensor, num_parts: int, out: Tensor) -> None:
+        self.decompress(payload, out)
+
+    def compress_mean(self, payloads: Tensor, divisor: int, mean: Tensor, out: Tensor) -> None:
+        kernels = _cuda_kernels(mean.device) if mean.is_cuda and mean.numel() else None
+        if kernels is None or not self._is_aligned(payloads) or not self._is_aligned(out):
+            super().compress_mean(payloads, divisor, mean, out)
+        else:
+            kernels.convert_mean(payloads.view(self.dtype), divisor, out.view(self.dtype), mean.dtype)
+
     def _move(self, source: Tensor, target: Tensor) -> None:
         if source.is_cuda and source.numel() and source.dtype != target.dtype:
-            convert = _cuda_convert(source.device)
-            if convert is not None:
-                convert(source, target)
+            kernels = _cuda_kernels(source.device)
+            if kernels is not None:
+                kernels.convert(source, target)
                 return
         target.copy_(source)
 
@@ -89,13 +102,15 @@ class Cast(Compressor):
 
 
 @functools.cache
-def _cuda_convert(device: torch.device) -> Callable[..., None] | None:
-    """The Triton kernel, or None where a first try of it fails: torch's own conversions are as right, and slower."""
+def _cuda_kernels(device: torch.device) -> ModuleType | None:
+    """The Triton kernels, or None where a first try of them fails: torch's own conversions are as right, and slower."""
     try:
         from murmura.compressors import cast_triton
 
-        cast_triton.convert(torch.zeros(1, device=device), torch.empty(1, dtype=torch.bfloat16, device=device))
+        halves = torch.empty(2, 1, dtype=torch.bfloat16, device=device)
+        cast_triton.convert(torch.zeros(1, device=device), halves[0])
+        cast_triton.convert_mean(halves, 2, torch.empty_like(halves[0]), torch.float32)
     except Exception as error:  # Triton's errors have no base in common, and other ones in each version
         log.warning("conversions on %s run on plain torch operations, which are slower: %s", device, error)
         return None
-    return cast_triton.convert
+    return cast_triton

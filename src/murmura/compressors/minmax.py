@@ -61,6 +61,34 @@ class MinMaxUInt8(Compressor):
         if out.numel():
             kernels_for(out).decode(payload, out.detach(), self._block(out.numel()), add=True)
 
+    def compress_parts(self, tensor: Tensor, num_parts: int, payload: Tensor) -> None:
+        kernels, block = self._part_kernels(tensor), self.block_size
+        if kernels is None or block is None or not tensor.numel():
+            super().compress_parts(tensor, num_parts, payload)
+        else:
+            kernels.encode_parts(tensor.detach(), num_parts, payload, block)
+
+    def decompress_parts(self, payload: Tensor, num_parts: int, out: Tensor) -> None:
+        kernels, block = self._part_kernels(out), self.block_size
+        if kernels is None or block is None or not out.numel():
+            super().decompress_parts(payload, num_parts, out)
+        else:
+            kernels.decode_parts(payload, out.detach(), num_parts, block)
+
+    def compress_mean(self, payloads: Tensor, divisor: int, mean: Tensor, out: Tensor) -> None:
+        kernels, block = self._part_kernels(mean), self.block_size
+        if kernels is None or block is None or not mean.numel():
+            super().compress_mean(payloads, divisor, mean, out)
+        else:
+            kernels.encode_mean(payloads, divisor, out, mean.numel(), mean.dtype, block)
+
+    def _part_kernels(self, tensor: Tensor) -> ModuleType | None:
+        """What takes all parts of `tensor` at once, if anything does."""
+        if not tensor.is_cuda or self.block_size is None:
+            return None
+        kernels = _cuda_part_kernels(tensor.device)
+        return kernels if kernels is not None and self.block_size <= kernels.LONGEST_BLOCK else None
+
     def _block(self, numel: int) -> int:
         """The length of each block but the last, which is what remains."""
         return max(1, numel if self.block_size is None else min(numel, self.block_size))
@@ -86,3 +114,21 @@ def _cuda_kernels(device: torch.device) -> ModuleType:
         log.warning("quantisation on %s runs on plain torch operations, which are slower: %s", device, error)
         return minmax_plain
     return minmax_triton
+
+
+@functools.cache
+def _cuda_part_kernels(device: torch.device) -> ModuleType | None:
+    """The Triton kernels that take many parts at once, or None where a first try of one fails: parts go one by one."""
+    if _cuda_kernels(device) is minmax_plain:
+        return None
+    try:
+        from murmura.compressors import minmax_parts_triton
+
+        values, payload = torch.zeros(2, device=device), torch.empty(18, dtype=torch.uint8, device=device)
+        minmax_parts_triton.encode_parts(values, 2, payload, 1)
+        minmax_parts_triton.encode_mean(payload.view(2, 9), 2, torch.empty_like(payload[:9]), 1, values.dtype, 1)
+        minmax_parts_triton.decode_parts(payload, values, 2, 1)
+    except Exception as error:  # Triton's errors have no base in common, and other ones in each version
+        log.warning("quantisation on %s takes a kernel for each rank's part, which is slower: %s", device, error)
+        return None
+    return minmax_parts_triton

@@ -63,7 +63,7 @@ def _grid(
     rounded = ((raw.to(integer, bitcast=True) + ROUND_UP) & ~DROPPED_BITS).to(dtype, bitcast=True)
     step = tl.where(raw < unit * few_bits, raw + unit, rounded) * tl.where(is_tiny, one / LIFT, one)
     step = tl.where(is_constant, nought, step)
-    inverse = tl.where(is_constant, nought, _divide(one, tl.where(is_constant, one, step * lift)))
+    inverse = tl.where(is_constant, nought, divide(one, tl.where(is_constant, one, step * lift)))
     lift = tl.where(overflows, SINK * one, lift)
     anchor = tl.where(spans_zero, nought, low)
     top = tl.floor(high * lift * inverse + 0.5)
@@ -71,6 +71,41 @@ def _grid(
     base = tl.where(is_finite, anchor - zero * step + 0.0, float("nan"))
     step = tl.where(is_finite, tl.where(overflows, -step, step), float("nan"))
     return base, step, anchor, lift, inverse, zero, is_finite
+
+
+@triton.jit
+def divide(a, b):
+    return tl.math.div_rn(a, b) if a.dtype == tl.float32 else a / b
+
+
+@triton.jit
+def encoded(
+    x,
+    is_there,
+    is_masked: tl.constexpr,
+    dtype: tl.constexpr,
+    integer: tl.constexpr,
+    magic: tl.constexpr,
+    few_bits: tl.constexpr,
+    smallest_lifted: tl.constexpr,
+):
+    """The codes of a block of values of the working dtype, its base, and its step."""
+    low = tl.reduce(tl.where(is_there, x, INFINITY) if is_masked else x, 0, _lower)
+    high = tl.reduce(tl.where(is_there, x, -INFINITY) if is_masked else x, 0, _higher)
+    grid = _grid(low, high, 255, dtype, integer, few_bits, smallest_lifted)
+    base, step, anchor, lift, inverse, zero, is_finite = grid
+    shift = zero + tl.full((), magic, dtype)
+    code = ((x - anchor) * lift * inverse + shift).to(integer, bitcast=True) & 0xFF
+    return tl.where(is_finite, code, 0).to(tl.uint8), base, step
+
+
+@triton.jit
+def decoded(code, base, step, dtype: tl.constexpr, limit: tl.constexpr):
+    """The values of these codes, in the working dtype, within those of the dtype they are for."""
+    most = tl.full((), limit, dtype)
+    rise = tl.where(step < 0, 1 / SINK, 1.0).to(dtype)
+    values = (code.to(dtype) * tl.abs(step) + base) * rise
+    return _lower(_higher(values, -most), most)
 
 
 @triton.jit
@@ -92,32 +127,12 @@ def _encode(
     values += index * block  # long numbers are for the beginning alone: they cost registers
     codes += index * block
     inside = tl.arange(0, width)
-    if is_masked:
-        is_there = inside < block
-        x = tl.load(values + inside, mask=is_there, other=0.0).to(dtype)
-        low = tl.reduce(tl.where(is_there, x, INFINITY), 0, _lower)
-        high = tl.reduce(tl.where(is_there, x, -INFINITY), 0, _higher)
-    else:
-        x = tl.load(values + inside).to(dtype)
-        low = tl.reduce(x, 0, _lower)
-        high = tl.reduce(x, 0, _higher)
-    base, step, anchor, lift, inverse, zero, is_finite = _grid(
-        low, high, 255, dtype, integer, few_bits, smallest_lifted
-    )
-    shift = zero + tl.full((), magic, dtype)
-    code = ((x - anchor) * lift * inverse + shift).to(integer, bitcast=True) & 0xFF
-    code = tl.where(is_finite, code, 0).to(tl.uint8)
-    if is_masked:
-        tl.store(codes + inside, code, mask=is_there)
-    else:
-        tl.store(codes + inside, code)
+    is_there = inside < block if is_masked else None
+    x = tl.load(values + inside, mask=is_there).to(dtype)
+    code, base, step = encoded(x, is_there, is_masked, dtype, integer, magic, few_bits, smallest_lifted)
+    tl.store(codes + inside, code, mask=is_there)
     tl.store(headers + 2 * index, base)
     tl.store(headers + 2 * index + 1, step)
-
-
-@triton.jit
-def _divide(a, b):
-    return tl.math.div_rn(a, b) if a.dtype == tl.float32 else a / b
 
 
 @triton.jit
@@ -143,13 +158,10 @@ def _decode(
     is_there = inside < block - first if is_masked else None
     code = tl.load(codes + inside, mask=is_there)
     base, step = tl.load(headers + 2 * index), tl.load(headers + 2 * index + 1)
-    most = tl.full((), limit, dtype)
-    rise = tl.where(step < 0, 1 / SINK, 1.0).to(dtype)
-    decoded = (code.to(dtype) * tl.abs(step) + base) * rise
-    decoded = _lower(_higher(decoded, -most), most).to(out.dtype.element_ty)
+    x = decoded(code, base, step, dtype, limit).to(out.dtype.element_ty)
     if adds:
-        decoded = (tl.load(out + inside, mask=is_there).to(dtype) + decoded.to(dtype)).to(out.dtype.element_ty)
-    tl.store(out + inside, decoded, mask=is_there)
+        x = (tl.load(out + inside, mask=is_there).to(dtype) + x.to(dtype)).to(out.dtype.element_ty)
+    tl.store(out + inside, x, mask=is_there)
 
 
 @triton.jit
@@ -239,13 +251,10 @@ def _decode_pairs(
     code = tl.reshape(tl.join(packed & 0xF, packed >> 4), (height, width))
     base = tl.load(headers + 2 * row, mask=is_block)
     step = tl.load(headers + 2 * row + 1, mask=is_block)
-    most = tl.full((), limit, dtype)
-    rise = tl.where(step < 0, 1 / SINK, 1.0).to(dtype)
-    decoded = (code.to(dtype) * tl.abs(step) + base) * rise
-    decoded = _lower(_higher(decoded, -most), most).to(out.dtype.element_ty)
+    x = decoded(code, base, step, dtype, limit).to(out.dtype.element_ty)
     if adds:
-        decoded = (tl.load(out + places, mask=is_there).to(dtype) + decoded.to(dtype)).to(out.dtype.element_ty)
-    tl.store(out + places, decoded, mask=is_there)
+        x = (tl.load(out + places, mask=is_there).to(dtype) + x.to(dtype)).to(out.dtype.element_ty)
+    tl.store(out + places, x, mask=is_there)
 
 
 def encode(values: Tensor, payload: Tensor, block: int) -> None:
@@ -257,7 +266,7 @@ def encode(values: Tensor, payload: Tensor, block: int) -> None:
     behind = payload[numel:]
     headers = _headers_to_write(behind, dtype)
     width = triton.next_power_of_2(block)
-    constants = {**_grid_constants(dtype), **_shape(width, ENCODED_PER_WARP)}
+    constants = {**grid_constants(dtype), **shape(width, ENCODED_PER_WARP)}
     whole, rest = divmod(numel, block)
     with torch.cuda.device(values.device):
         if whole:
@@ -274,10 +283,10 @@ def decode(payload: Tensor, out: Tensor, block: int, *, add: bool) -> None:
     headers = _headers_to_read(payload[numel:], dtype)
     width = min(triton.next_power_of_2(block), LONGEST_TILE)
     constants = {
-        "dtype": _NAMES[dtype],
+        "dtype": NAMES[dtype],
         "limit": torch.finfo(out.dtype).max,
         "adds": add,
-        **_shape(width, DECODED_PER_WARP),
+        **shape(width, DECODED_PER_WARP),
     }
     whole, rest = divmod(numel, block)
     with torch.cuda.device(out.device):
@@ -298,7 +307,7 @@ def encode_pairs(values: Tensor, payload: Tensor, block: int) -> None:
     numel, dtype = values.numel(), working_dtype(values.dtype)
     behind = payload[-(-numel // 2) :]
     headers = _headers_to_write(behind, dtype)
-    constants = {**_grid_constants(dtype), **_pairs_shape(block, ENCODED_PER_WARP)}
+    constants = {**grid_constants(dtype), **_pairs_shape(block, ENCODED_PER_WARP)}
     with torch.cuda.device(values.device):
         for first, programs, is_masked in _programs(numel, block, constants):
             begin = first * block
@@ -315,7 +324,7 @@ def decode_pairs(payload: Tensor, out: Tensor, block: int, *, add: bool) -> None
     numel, dtype = out.numel(), working_dtype(out.dtype)
     headers = _headers_to_read(payload[-(-numel // 2) :], dtype)
     constants = {
-        "dtype": _NAMES[dtype],
+        "dtype": NAMES[dtype],
         "limit": torch.finfo(out.dtype).max,
         "adds": add,
         **_pairs_shape(block, DECODED_PER_WARP),
@@ -338,18 +347,18 @@ def _programs(numel: int, block: int, constants: dict[str, Any]) -> Iterator[tup
         yield whole * height, triton.cdiv(rest, height), True
 
 
-def _grid_constants(dtype: torch.dtype) -> dict[str, Any]:
+def grid_constants(dtype: torch.dtype) -> dict[str, Any]:
     """What the kernels that encode know of the working dtype."""
     return {
-        "dtype": _NAMES[dtype],
-        "integer": _NAMES[plain.INTEGERS[dtype]],
+        "dtype": NAMES[dtype],
+        "integer": NAMES[plain.INTEGERS[dtype]],
         "magic": plain.MAGIC[dtype],
         "few_bits": plain.FEW_BITS[dtype],
         "smallest_lifted": plain.SMALLEST[dtype] * plain.LIFT,
     }
 
 
-_NAMES = {
+NAMES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
     torch.int32: tl.int32,
@@ -357,7 +366,7 @@ _NAMES = {
 }
 
 
-def _shape(width: int, elements_per_warp: int) -> dict[str, Any]:
+def shape(width: int, elements_per_warp: int) -> dict[str, Any]:
     """How a program of `width` elements is compiled."""
     return {"width": width, **_warps(width, elements_per_warp)}
 
