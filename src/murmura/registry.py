@@ -87,7 +87,8 @@ class Registry(Generic[T]):
         missing = [each for each in needed if each not in chosen]
         if missing:
             raise ConfigError(
-                f"{self._word}={text!r}: {name!r} needs the option {missing[0]!r}: write '{name}:{missing[0]}=...'."
+                f"{self._word}={text!r}: {name!r} needs the option {missing[0]!r}: write '{name}:{missing[0]}=...'. "
+                f"(The name stands for {_place(entry.make)}, which is called with options and makes the {self._word}.)"
             )
         made = entry.make(**chosen)
         if not isinstance(made, self._kind):

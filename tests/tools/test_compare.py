@@ -246,12 +246,25 @@ def test_the_recommendation_names_the_quickest_and_says_why() -> None:
         "For charlm (1 M parameters) with 2 ranks at 100mbit use bytegrad: it reached a loss of 2.000 in 4.0 s, "
         "gradient_allreduce in 16.0 s, because a step sends 100 B instead of 100 B and takes 100 instead of 400 ms."
     )
-    assert "use gradient_allreduce: it reached a loss of 2.000 in 16.0 s, and nobody else" in recommendation(
+    assert "use gradient_allreduce: it reached a loss of 2.000 in 16.0 s, and no other algorithm did" in recommendation(
         rows[:1], SPEC, 2.0, 10**6
     )
     assert "nobody reached a loss of 2.000" in recommendation([row_of(runs[0], 1.0, 10**6)], SPEC, 2.0, 10**6)
     local = [row_of(made_up("gradient_allreduce", 9.0, [2.0], None), 2.0, 10**6)]
     assert "with 2 ranks within this machine use" in recommendation(local, SPEC, 2.0, 10**6)
+
+
+def test_the_recommendation_says_where_torch_was_quicker() -> None:
+    def said(torch_losses: list[float], losses: list[float], torch_ms: float = 9.0) -> str:
+        runs = [made_up(TORCH_DDP, torch_ms, torch_losses), made_up("bytegrad", 99.0, losses)]
+        return recommendation([row_of(run, 2.0, 10**6) for run in runs], SPEC, 2.0, 10**6)
+
+    quicker = said([3.0, 2.0], [3.0, 2.0])
+    assert "use bytegrad: it reached a loss of 2.000 in 4.0 s" in quicker
+    assert quicker.endswith("torch DDP was quicker: 0.4 s.")
+    assert "in 4.0 s, torch DDP in 8.0 s; it takes" in said([3.0, 2.0], [3.0, 2.0], torch_ms=199.0)
+    assert said([3.0, 3.0], [3.0, 2.0]).endswith("in 4.0 s, and no other algorithm did in 40 steps.")
+    assert "nobody but torch DDP reached a loss of 2.000" in said([3.0, 2.0], [3.0, 3.0])
 
 
 def test_step_times_against_the_formulas_are_noticed() -> None:

@@ -205,26 +205,40 @@ def recommendation(rows: Sequence[Row], spec: ComparisonSpec, target: float, num
     own = [row for row in rows if row.contestant != TORCH_DDP]
     link = "within this machine" if own[0].link == LOCAL else f"at {own[0].link}"
     what = f"For {spec.task} ({num_parameters / 1e6:.2g} M parameters) with {spec.ranks} ranks {link}"
-    arrived = [row for row in own if row.seconds_to_target is not None]
-    if not arrived:
-        return f"{what} nobody reached a loss of {target:.3f} in {spec.num_steps} steps: take more steps."
-    best = min(arrived, key=lambda row: row.seconds_to_target or 0.0)
-    plain = next((row for row in rows if row.contestant == BASELINE), None)
+    arrived = [row for row in rows if row.seconds_to_target is not None]
+    torchs = next((row for row in arrived if row.contestant == TORCH_DDP), None)
+    if all(row is torchs for row in arrived):
+        nobody = f"nobody but {TORCH_DDP}" if torchs else "nobody"
+        return f"{what} {nobody} reached a loss of {target:.3f} in {spec.num_steps} steps: take more steps."
+    best = min((row for row in arrived if row is not torchs), key=_seconds)
     said = f"{what} use {best.contestant}: it reached a loss of {target:.3f} in {best.seconds_to_target:.1f} s"
+    if torchs is None or _seconds(torchs) >= _seconds(best):
+        return f"{said}{_beside(best, rows, arrived, spec)}."
+    others = [row for row in arrived if row is not torchs]
+    return f"{said}{_beside(best, rows, others, spec)}. {TORCH_DDP} was quicker: {torchs.seconds_to_target:.1f} s."
+
+
+def _seconds(row: Row) -> float:
+    return row.seconds_to_target or 0.0
+
+
+def _beside(best: Row, rows: Sequence[Row], arrived: Sequence[Row], spec: ComparisonSpec) -> str:
+    """Return why `best` is the best: beside plain all-reduce or, if it is that itself, beside the next of `arrived`."""
+    plain = next((row for row in rows if row.contestant == BASELINE), None)
     if plain is None or plain is best:
         others = [row for row in arrived if row is not best]
         if not others:
-            return f"{said}, and nobody else did in {spec.num_steps} steps."
-        next_best = min(others, key=lambda row: row.seconds_to_target or 0.0)
+            return f", and no other algorithm did in {spec.num_steps} steps"
+        next_best = min(others, key=_seconds)
         return (
-            f"{said}, {next_best.contestant} in {next_best.seconds_to_target:.1f} s; it takes {best.step_ms:.0f} ms a "
+            f", {next_best.contestant} in {next_best.seconds_to_target:.1f} s; it takes {best.step_ms:.0f} ms a "
             f"step and {best.steps_to_target} steps, the other {next_best.step_ms:.0f} ms and "
-            f"{next_best.steps_to_target} steps."
+            f"{next_best.steps_to_target} steps"
         )
     sends = (
         f"a step sends {readable_bytes(best.step_bytes)} instead of {readable_bytes(plain.step_bytes)} and takes "
         f"{best.step_ms:.0f} instead of {plain.step_ms:.0f} ms"
     )
-    if plain.seconds_to_target is None or best.seconds_to_target is None:
-        return f"{said}, which {BASELINE} did not reach in {spec.num_steps} steps; {sends}."
-    return f"{said}, {BASELINE} in {plain.seconds_to_target:.1f} s, because {sends}."
+    if plain.seconds_to_target is None:
+        return f", which {BASELINE} did not reach in {spec.num_steps} steps; {sends}"
+    return f", {BASELINE} in {plain.seconds_to_target:.1f} s, because {sends}"
