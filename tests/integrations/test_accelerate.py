@@ -157,3 +157,14 @@ def test_launchers_start_it(launcher: str, tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0] * len(processes), "".join(outputs)[-3000:]
     assert "".join(outputs).count("murmura.ddp.ddp on murmura") == 2
     assert {"murmura-rank-0.pt", "murmura-rank-1.pt", "model.safetensors"} <= set(files(tmp_path / "state"))
+
+
+def test_a_launch_of_one_process_says_how_to_start_several(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    process = start(sys.executable, *launcher, str(script), cwd=tmp_path)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode != 0
+    assert "Missing: RANK, WORLD_SIZE" in output
+    assert "accelerate launch --multi_gpu --num_processes N" in output

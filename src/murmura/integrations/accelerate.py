@@ -240,7 +240,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     def _refuse_lonely_ranks(self) -> None:
         if self.num_processes > 1:
             return
-        world_size = dist.get_world_size() if dist.is_initialized() else DistributedConfig.from_env().world_size
+        try:
+            world_size = dist.get_world_size() if dist.is_initialized() else DistributedConfig.from_env().world_size
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}\nIf `accelerate launch` started this: without --multi_gpu it starts one process, whatever "
+                "--num_processes says. On CPUs write `accelerate launch --multi_gpu --num_processes N`, without --cpu, "
+                "and Accelerator(cpu=True)."
+            ) from error
         if world_size > 1:
             raise ConfigError(
                 f"the launcher started {world_size} ranks, and Accelerate sees one: without a GPU it sees several only "
