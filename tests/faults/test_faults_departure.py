@@ -11,8 +11,8 @@ from contracts.grids import grid
 
 STORIES = {
     "raise_error": "raised ValueError: the loader broke",
-    "return_early": "closed its transport and left",
-    "close_and_stay": "closed its transport and left",
+    "return_early": "closed its transport and left, without an error. Does every rank call this?",
+    "close_and_stay": "closed its transport and left, without an error. Does every rank call this?",
     "fail_and_stay": "raised ValueError: the loader broke",
     "sys_exit": "raised SystemExit: 7",
     "sys_exit_unclosed": "exited without closing",

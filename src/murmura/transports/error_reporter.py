@@ -48,6 +48,12 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ if error.__suppress_context__ else error.__cause__ or error.__context__
 
 
+_NOT_EVERY_RANK = (
+    ", without an error. Does every rank call this? "
+    "Averages, checkpoints and other collectives belong outside of `if rank == 0:`"
+)
+
+
 @dataclass(frozen=True)
 class ExitNotice:
     """Why a rank can no longer be waited for; its peers raise this cause instead of a guess."""
@@ -92,7 +98,8 @@ class ExitNotice:
         elif self.kind == "lost" and self.story.startswith("raised Peer"):
             error = peer_lost(rank, self.culprit, operation, f"was lost to rank {witness} before, which {self.story}")
         else:
-            error = lost = peer_lost(rank, self.culprit, operation, self.story)
+            why = _NOT_EVERY_RANK if self.story == ExitNotice.story else ""  # also of one that another rank passed on
+            error = lost = peer_lost(rank, self.culprit, operation, self.story + why)
             lost.left = self.kind == "left"
         error.cause = self
         return error
