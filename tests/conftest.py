@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import signal
 import socket
 import threading
 import time
@@ -45,6 +46,7 @@ class Before:
 
 
 def pytest_configure() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started this in the background
     os.environ[TOKEN] = f"{os.getpid()}-{time.monotonic_ns()}"
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: more of them than processors run at a time
 

@@ -1,8 +1,8 @@
 """Algorithms of few bytes in all circumstances of `lives`, each case against the simulation.
 
-Any two circumstances meet in the quick cases on threads, and each of them meets every transport between processes; the
-slow ones are the whole grid of algorithms, lives, models and sizes on threads, and of algorithms, lives and sizes on
-every transport.
+Any two circumstances meet in the quick cases on threads. Each of them meets every transport between processes, with up
+to four ranks in the quick cases. The slow ones are the whole grid of algorithms, lives, models and sizes on threads,
+and of algorithms, lives and sizes on every transport.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_every_circumstance_meets_every_transport() -> None:
             assert axis == "hosts" or {getattr(case, axis) for case in met} == set(AXES[axis]), (transport, axis)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [pytest.param(each, marks=pytest.mark.slow) if each > 4 else each for each in SIZES])
 @pytest.mark.parametrize("transport", HOSTS_OF)
 def test_pairs_between_processes(transport: str, size: int) -> None:
     check_between_processes(transport, few_of(transport, size))

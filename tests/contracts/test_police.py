@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 SUITE = '''
@@ -125,6 +126,7 @@ GUILTY = {
 INNOCENT = ("test_innocent", "test_seed_is_fixed", "test_seed_is_fixed_again")
 
 
+@pytest.mark.slow
 def test_every_leak_fails_its_test_and_nothing_else_does(tmp_path: Path) -> None:
     police = (Path(__file__).parent.parent / "conftest.py").read_text()
     (tmp_path / "conftest.py").write_text(police.replace("GRACE_SECONDS = 2.0", "GRACE_SECONDS = 0.2"))

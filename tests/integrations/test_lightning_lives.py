@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,7 @@ def all_equal(replicas: list[loops.Weights]) -> bool:
     return all(loops.distance(replicas[0], each) == 0 for each in replicas)
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [("gradient_allreduce", 2), ("low_precision_decentralized", 4), ("diloco", 2), ("bytegrad", 2)],
-)
+@pytest.mark.parametrize(("name", "world_size"), [*itertools.product(ALGORITHMS, (2, 4)), ("bytegrad", 2)], ids=str)
 def test_a_run_that_was_killed_and_resumed_equals_an_uninterrupted_one(
     name: str, world_size: int, tmp_path: Path
 ) -> None:

@@ -22,8 +22,10 @@ PARAMETERS = ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]
 CASES: dict[str, dict[str, Any]] = {
     "four": {"num_workers": 4, "backend": "gloo", "algorithm": None},
     "two": {"num_workers": 2, "backend": "murmura", "algorithm": None},
-    "killed": {"num_workers": 4, "backend": "gloo", "algorithm": "low_precision_decentralized"},
-    "killed, diloco": {"num_workers": 2, "backend": "murmura", "algorithm": "diloco"},
+} | {
+    f"killed, {algorithm}, {num_workers}": {"num_workers": num_workers, "backend": backend, "algorithm": algorithm}
+    for algorithm in ("gradient_allreduce", "low_precision_decentralized", "diloco")
+    for num_workers, backend in ((2, "murmura"), (4, "gloo"))
 }
 
 
@@ -95,7 +97,7 @@ def test_what_is_no_wrapper_or_no_checkpoint_is_named() -> None:
     assert nothing.startswith("checkpoint=None is no ray.train.Checkpoint")
 
 
-@pytest.mark.parametrize("case", ["killed", "killed, diloco"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("killed")])
 def test_a_worker_that_dies_is_restarted_from_the_last_checkpoint(case: str, folder: Path) -> None:
     workers = workers_of(folder, case)
     for worker in workers:
