@@ -27,6 +27,9 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     assert num_changed == 2
     assert "DistributedDataParallel as DDP" in before
     assert "murmura import" not in before
+    # torch 2.13 itself may hang when its wrapper is freed after its group.
+    before = before.replace("    dist.destroy_process_group()\n", "    del model\n    dist.destroy_process_group()\n")
+    assert "del model" in before
     path = tmp_path_factory.mktemp("before") / "train.py"
     path.write_text(before)
     return {"murmura": SCRIPT, "torch": path}
