@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=  # empty: without bytecode on disk, each process of the tests compiles everything anew
 
-.PHONY: help demo test test-untimed test-all test-integrations lint bench docs clean
+.PHONY: help demo test suite test-all test-integrations lint bench docs clean
 
 help:
 	@echo "make demo      set up, then four ranks train while you watch, three algorithms race on a slow link, and a report"
@@ -31,19 +31,15 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Each worker collects the files it is given and imports torch twice, ten seconds of a core: so few workers, and few files
-TIMED = tests/faults $(shell grep -rl --include='test_*.py' mark.timed tests)
-
+# Each worker takes ten seconds of a core to import torch and collect, and a test about a core: so few workers
 test: $(READY)
-	$(MAKE) --no-print-directory --jobs 2 lint test-untimed
-	$(BIN)/pytest -n 3 -m "not slow and timed" $(TIMED)
+	$(MAKE) --no-print-directory --jobs 2 lint suite
 
-test-untimed: $(READY)
-	$(BIN)/pytest -n 4 -m "not slow and not timed"
+suite: $(READY)
+	$(BIN)/pytest -n 3
 
 test-all: lint
-	$(BIN)/pytest -n 3 -m "not timed"
-	$(BIN)/pytest -n 3 -m timed $(TIMED)
+	$(BIN)/pytest -n 3 -m ""
 
 # Frameworks bring a hundred packages, so they have an environment of their own; `make test` skips their tests
 FRAMEWORKS_VENV := .venv-integrations

@@ -63,6 +63,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
             metafunc._calls[:] = fast or metafunc._calls[:1]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put timed tests last: by then no worker has another kind, and the machine is not crowded."""
+    items.sort(key=lambda item: item.get_closest_marker("timed") is not None)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the tables that tests recorded, wherever they ran."""
     reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
@@ -80,6 +85,7 @@ def fork_server() -> None:
     """
     multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "murmura", "murmura.tools.cli.main", "pytest"])
     multiprocessing.forkserver.ensure_running()
+    gc.freeze()  # a collection then looks at what tests have made, not at all that torch imports, in a quarter of a second
 
 
 @pytest.fixture(autouse=True)
