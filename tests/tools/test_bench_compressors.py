@@ -11,6 +11,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from murmura import MinMaxUInt8
+from murmura.compressors import compressor_named, compressor_names
 from murmura.tools.bench import compressors
 from murmura.tools.cli.main import app
 
@@ -34,7 +35,7 @@ def test_every_operation_is_measured_beside_a_copy(tmp_path: Path) -> None:
     told = json.loads(file.read_text(encoding="utf-8"))
     rows = [row for row in told["rows"] if row["device"] == "cpu"]
     operations = {(row["compressor"], row["operation"]) for row in rows}
-    names = [repr(compressor) for compressor in compressors.COMPRESSORS]
+    names = ["uint8", "bf16", "uint4"]
     assert operations == {("copy", "copy")} | {(n, o) for n in names for o in ("encode", "decode", "decode-add")}
     copy = rows[0]
     assert (copy["times_copy"], copy["of_copy_bandwidth"], copy["least_bytes"]) == (1, 1, 2 * 2**20)
@@ -48,6 +49,20 @@ def test_every_operation_is_measured_beside_a_copy(tmp_path: Path) -> None:
     payload = MinMaxUInt8().payload_bytes(2**18, torch.float32)
     assert encode["least_bytes"] == decode["least_bytes"] == 2**20 + payload
     assert decode_add["least_bytes"] == 2 * 2**20 + payload
+    uint4 = compressor_named("uint4")
+    assert told["contestants"]["uint4"] == repr(uint4)
+    with_feedback = rows[7]["least_bytes"]  # what was lost is read and written
+    assert with_feedback == 3 * 2**20 + uint4.payload_bytes(2**18, torch.float32)
+
+
+def test_every_compressor_of_the_registry_can_be_measured(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    names = [*compressor_names(), "topk:ratio=0.05", "uint4:feedback=false"]
+    options = ("--size", "16KiB", "--cuda-size", "16KiB", "--seconds", "0.01", "--json", str(file))
+    status, _, _ = run("--compressors", ",".join(names), *options)
+    assert status == 0
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert list(dict.fromkeys(row["compressor"] for row in rows)) == ["copy", *names]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +72,9 @@ def test_every_operation_is_measured_beside_a_copy(tmp_path: Path) -> None:
         (("--size", "3"), "3 bytes are no whole number of float32 elements"),
         (("--cuda-size", "0"), "0 bytes are no whole number of float32 elements"),
         (("--seconds", "0"), "is not a time to measure for"),
+        (("--compressors", "uint8,uint3"), "compressor='uint3' is unknown. Known: 'bf16'"),
+        (("--compressors", "topk:share=0.1"), "'topk' has no option 'share'"),
+        (("--compressors", ""), "compressor='' is unknown"),
         (("--json", "/no/such/folder/file.json"), "/no/such/folder"),
     ],
 )
@@ -71,7 +89,7 @@ def test_a_compressor_that_decodes_wrongly_is_not_measured(monkeypatch: pytest.M
         def decompress(self, payload: Tensor, out: Tensor) -> None:
             out.zero_()
 
-    monkeypatch.setattr(compressors, "COMPRESSORS", (Forgetful(),))
+    monkeypatch.setattr(compressors, "compressor_named", lambda name: Forgetful())
     status, _, error = run("--size", "4KiB", "--seconds", "0.05")
     assert status == 1
     assert "decoded wrongly on cpu" in " ".join(error.split())

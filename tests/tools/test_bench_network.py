@@ -155,7 +155,7 @@ CHOICES = [f"gradient_allreduce:compressor={name}" for name in ("topk", "randomk
     "names",
     [
         pytest.param(NetworkSpec(against=()).contestants(), id="names"),
-        pytest.param([*CHOICES, "qadam:compressor=sign"], id="choices"),
+        pytest.param([*CHOICES, "qadam:compressor=sign", "local_sgd:average_moments=true"], id="choices"),
     ],
 )
 def test_every_algorithm_sends_what_its_formula_says(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:

@@ -218,6 +218,7 @@ class Algorithm:
         """The mean bytes that each rank sends in a round for float32 `parameters`, if each has a host of its own.
 
         After a warm-up, if there is one. `parameters` are shapes, or the number of elements where shapes do not matter.
+        No optimizer is known here: where moments are averaged, they count as Adam's, two for each element.
         """
         raise UsageError(
             f"no formula says what {self} sends: by the clock, or in phases, it depends on the run. Measure it."

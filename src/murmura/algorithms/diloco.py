@@ -384,7 +384,6 @@ class DiLoCoAlgorithm(Algorithm):
             take_compressor(self, self.compressor)
 
     def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
-        """With moments, those of Adam: two for each element, as they are."""
         moments = 2 * mean_bytes(parameters, num_ranks) if self.average_moments else 0
         return (mean_bytes(parameters, num_ranks, self.compressor) + moments) / self.interval
 

@@ -50,7 +50,6 @@ class LocalSGDAlgorithm(Algorithm):
         yes_or_no(average_moments=self.average_moments)
 
     def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
-        """With moments, those of Adam: two for each element."""
         return (3 if self.average_moments else 1) * mean_bytes(parameters, num_ranks) / self.interval
 
     @property

@@ -66,7 +66,6 @@ class StreamingDiLoCoAlgorithm(DiLoCoAlgorithm):
             )
 
     def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
-        """With moments, those of Adam: two for each element, as they are."""
         numel = num_elements(parameters)
         bounds = [chunk_bounds(numel, self.fragments, index) for index in range(self.fragments)]
         total = sum(mean_bytes(stop - start, num_ranks, self.compressor) for start, stop in bounds)

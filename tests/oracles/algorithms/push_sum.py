@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import torch
@@ -48,6 +49,16 @@ def shifted(size: int, number: int) -> Tensor:
     for rank, peer in enumerate(shift_one(size, number)):
         p[peer, rank] += 1
     return p / p.sum(0)
+
+
+def matched(seed: int, size: int, number: int) -> Tensor:
+    """Who stands beside whom when all are shuffled."""
+    order = list(range(size))
+    random.Random(f"{seed} {number}").shuffle(order)
+    p = torch.eye(size, dtype=torch.float64)
+    for one, other in zip(order[::2], order[1::2], strict=False):
+        p[one, one] = p[one, other] = p[other, one] = p[other, other] = 0.5
+    return p
 
 
 def lopsided(size: int, number: int) -> Tensor:

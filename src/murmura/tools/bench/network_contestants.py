@@ -70,7 +70,7 @@ def formula_bytes(name: str, shapes: Sequence[Sequence[int]], num_ranks: int) ->
     """What a rank must send for a step, the mean over ranks and a period: parameters of these `shapes`, float32.
 
     torch's DDP all-reduces all elements, in fp16 half of the bytes, in PowerSGD of rank 1 h + w elements for a matrix
-    of h x w.
+    of h x w. Plain SGD, which takes the steps here, has no moments to average.
     """
     all_reduce = GradientAllReduceAlgorithm()
     if name == BARE:
@@ -79,7 +79,10 @@ def formula_bytes(name: str, shapes: Sequence[Sequence[int]], num_ranks: int) ->
         return all_reduce.bytes_per_round(sum(_low_rank(shape) for shape in shapes), num_ranks)
     if name == FP16:
         return all_reduce.bytes_per_round(shapes, num_ranks) / 2
-    return (algorithm_of(name) or all_reduce).bytes_per_round(shapes, num_ranks)
+    algorithm = algorithm_of(name) or all_reduce
+    if getattr(algorithm, "average_moments", False):
+        algorithm = replace(algorithm, average_moments=False)  # type: ignore[call-arg]
+    return algorithm.bytes_per_round(shapes, num_ranks)
 
 
 def _low_rank(shape: Sequence[int]) -> int:

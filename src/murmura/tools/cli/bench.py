@@ -10,6 +10,7 @@ import typer
 
 from murmura import ConfigError
 from murmura.algorithms import algorithm_named, algorithm_names
+from murmura.compressors import compressor_named, compressor_names
 from murmura.tools.bench.all_reduce import AllReduceSpec, run_all_reduce
 from murmura.tools.bench.all_reduce_contestants import Peer
 from murmura.tools.bench.c10d import C10dSpec, run_c10d
@@ -31,7 +32,7 @@ from murmura.tools.cli.bench_tables import (
     ddp_tables,
     network_table,
 )
-from murmura.tools.cli.completion import Algorithms
+from murmura.tools.cli.completion import Algorithms, among
 from murmura.tools.cli.failures import exit_on_error
 from murmura.tools.cli.output import JSON_HELP, check_writable, print_result, showing_progress
 from murmura.tools.experiments import parse_algorithms
@@ -99,6 +100,11 @@ def _parse_also(entry: str) -> str:
     """`CAST`, or an algorithm by name."""
     if entry != CAST:
         algorithm_named(entry)
+    return entry
+
+
+def _parse_compressor(entry: str) -> str:
+    compressor_named(entry)
     return entry
 
 
@@ -236,6 +242,14 @@ def c10d(
 
 @app.command()
 def compressors(
+    compressors: Annotated[
+        str,
+        typer.Option(
+            help=f"Those to measure: a list of {', '.join(compressor_names())}, with options as in topk:ratio=0.05.",
+            metavar="LIST",
+            autocompletion=among(compressor_names()),
+        ),
+    ] = ",".join(CompressorsSpec().compressors),
     size: Annotated[str, typer.Option("--size", help="Size of the tensors in host memory.", metavar="SIZE")] = "25MiB",
     cuda_size: Annotated[
         str, typer.Option(help="Size of the tensors on a CUDA device, if there is one.", metavar="SIZE")
@@ -249,10 +263,17 @@ def compressors(
     turns too, so that they come from memory. "x copy" says how many times as long as the copy an operation takes;
     "bandwidth" what part of the copy's bandwidth it reaches over the bytes that it must read and write.
 
-    For example: `murmura bench compressors --size 100MiB --json result.json`
+    A name that stands for error feedback encodes with it, so that what was lost is read and written too.
+
+    For example: `murmura bench compressors --compressors uint8,topk:ratio=0.05 --json result.json`
     """
     with exit_on_error():
-        spec = CompressorsSpec(size_bytes=parse_size(size), cuda_size_bytes=parse_size(cuda_size), seconds=seconds)
+        spec = CompressorsSpec(
+            compressors=parse_list(compressors, _parse_compressor),
+            size_bytes=parse_size(size),
+            cuda_size_bytes=parse_size(cuda_size),
+            seconds=seconds,
+        )
         check_writable(json)
         with showing_progress(list(spec.devices())) as on_progress:
             report = run_compressors(spec, on_progress)
