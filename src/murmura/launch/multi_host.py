@@ -10,11 +10,9 @@ from __future__ import annotations
 import json
 import math
 import platform
-import socket
 import time
 import uuid
 from collections.abc import Collection
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -24,14 +22,13 @@ from murmura.errors import ConfigError, RendezvousError
 from murmura.launch.plan import Attempt, LaunchPlan
 from murmura.launch.root_cause import CRASH_PRIORITY, Failure, root_cause
 from murmura.launch.supervisor import GRACE_SECONDS, KILL_SECONDS, STOP_AFTER_FAILURE_SECONDS
-from murmura.transports.rendezvous import Store, open_store, under
+from murmura.transports.rendezvous import Store, reach_store, serve_store, under
 from murmura.transports.signed_store import ADVICE, SignedStore
 
 POLL_SECONDS = 0.05
 HEARTBEAT_SECONDS = 0.5  # between two heartbeats, and between two checks of the other hosts
 LOST_SECONDS = 15.0  # without a heartbeat: the launcher counts as lost; a busy host may be late by some seconds
 LOST_AFTER_FAILURE_SECONDS = 5.0  # the same once the job has failed
-PROBE_SECONDS = 1.0
 SCOPE = "murmura/launch"
 
 
@@ -219,38 +216,14 @@ class LauncherGroup:
 
 
 def _serve(plan: LaunchPlan) -> Store:
-    host, port = parse_address(plan.coordinator)
-    make: Any = dist.TCPStore  # type: ignore[attr-defined]
-    try:
-        return make(host, port, plan.num_nodes, True, timedelta(seconds=plan.timeout), wait_for_workers=False)
-    except dist.DistError as error:
+    store = serve_store(*parse_address(plan.coordinator), plan.num_nodes, plan.timeout)
+    if store is None:
         raise ConfigError(
-            f"host 0 cannot listen at {plan.coordinator}: {error} Is the address this host's, and does another job "
-            "use the port? Choose another one, on all hosts."
-        ) from error
+            f"host 0 cannot listen at {plan.coordinator}. Is the address this host's, and does another job use the "
+            "port? Choose another one, on all hosts."
+        )
+    return store
 
 
 def _reach(plan: LaunchPlan) -> Store:
-    """Connect to the store of host 0; waits here, because torch would wait up to three times as long."""
-    host, port = parse_address(plan.coordinator)
-    deadline = time.monotonic() + plan.timeout
-    while not _is_served(host, port, deadline):
-        if time.monotonic() > deadline:
-            raise RendezvousError(
-                f"host {plan.node_rank} did not reach the launcher of host 0 at {plan.coordinator} within "
-                f"{plan.timeout:.1f} s. Was murmura run started there, with the same --coordinator, and is the port "
-                "open between the hosts?",
-                (0,),
-            )
-        time.sleep(POLL_SECONDS)
-    left = max(1.0, deadline - time.monotonic())
-    return open_store(host, port, plan.node_rank, plan.num_nodes, left)
-
-
-def _is_served(host: str, port: int, deadline: float) -> bool:
-    """Whether somebody listens there; takes `PROBE_SECONDS` at most."""
-    try:
-        socket.create_connection((host, port), max(0.01, min(PROBE_SECONDS, deadline - time.monotonic()))).close()
-    except OSError:
-        return False
-    return True
+    return reach_store(*parse_address(plan.coordinator), plan.node_rank, plan.timeout, caller="host")
