@@ -24,6 +24,7 @@ from murmura.launch.root_cause import CRASH_PRIORITY, Failure, root_cause
 from murmura.launch.supervisor import GRACE_SECONDS, KILL_SECONDS, STOP_AFTER_FAILURE_SECONDS
 from murmura.transports.rendezvous import Store, reach_store, serve_store, under
 from murmura.transports.signed_store import ADVICE, SignedStore
+from murmura.transports.watched_store import nobody, poll
 
 POLL_SECONDS = 0.05
 HEARTBEAT_SECONDS = 0.5  # between two heartbeats, and between two checks of the other hosts
@@ -52,7 +53,7 @@ class LauncherGroup:
     def rendezvous(self, number: int) -> Attempt:
         """Wait until the launchers of all hosts are ready for this attempt; a `RendezvousError` at the deadline."""
         plan = self._plan
-        own = {
+        own: dict[str, Any] = {
             "ranks": plan.num_ranks,
             "nodes": plan.num_nodes,
             "restarts": plan.max_restarts,
@@ -69,19 +70,14 @@ class LauncherGroup:
                     tuple(missing),
                 )
             nodes = [self._read_node(number, node) for node in range(plan.num_nodes)]
+            self._check_same(nodes, own)
+            self._admit(number, [each["job"] for each in nodes], own["job"])
         except dist.DistError as error:
             raise RendezvousError(
                 f"host {plan.node_rank} lost the launcher of host 0 at {plan.coordinator}: its own output says why. "
                 f"(torch says: {error})",
                 (0,),
             ) from error
-        for node, each in enumerate(nodes):
-            for name, option in (("nodes", "--nnodes"), ("restarts", "--max-restarts")):
-                if each[name] != own[name]:
-                    raise RendezvousError(
-                        f"host {node} was started with {option} {each[name]}, host {plan.node_rank} with {own[name]}. "
-                        "Start all hosts with the same."
-                    )
         self._hosts = [each["host"] for each in nodes]
         self._heartbeats.clear()
         ranks = [each["ranks"] for each in nodes]
@@ -92,6 +88,28 @@ class LauncherGroup:
             world_size=sum(ranks),
             master=self._address,
         )
+
+    def _check_same(self, nodes: list[dict[str, Any]], own: dict[str, Any]) -> None:
+        for node, each in enumerate(nodes):
+            for name, option in (("nodes", "--nnodes"), ("restarts", "--max-restarts")):
+                if each[name] != own[name]:
+                    raise RendezvousError(
+                        f"host {node} was started with {option} {each[name]}, host {self._plan.node_rank} with "
+                        f"{own[name]}. Start all hosts with the same."
+                    )
+
+    def _admit(self, number: int, jobs: list[str], own: str) -> None:
+        """Node 0 admits those whom it has read; of two launchers with one --node-rank, the other starts nothing."""
+        plan, key = self._plan, f"admitted/{number}"
+        if plan.node_rank == 0:
+            self._store.set(key, json.dumps(jobs))
+            return
+        if not poll(lambda: bool(self._store.check([key])), plan.timeout, nobody):
+            raise RendezvousError(f"host {plan.node_rank} waited {plan.timeout:.0f} s for host 0 to admit it.", (0,))
+        if own.encode() not in bytes(self._store.get(key)):
+            raise RendezvousError(
+                f"host 0 has admitted another launcher as host {plan.node_rank}. Give each host its own --node-rank."
+            )
 
     def has_failure(self, attempt: Attempt) -> bool:
         """Whether the ranks of another host failed, or its launcher was lost; asks the store every `HEARTBEAT_SECONDS`.
