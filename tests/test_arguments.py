@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from murmura import (
@@ -16,6 +17,7 @@ from murmura import (
     DistributedConfig,
     FaultyTransport,
     InProcessTransport,
+    MinMaxUInt8,
     ParameterServer,
     ProcessGroupTransport,
     ThrottledTransport,
@@ -28,6 +30,19 @@ from murmura import (
     register_topology,
     seed_everything,
 )
+from murmura.algorithms.toolkit import (
+    BackgroundExchanges,
+    CodecThread,
+    CompressedMean,
+    FlatWeights,
+    Hierarchy,
+    ParameterState,
+    compressed_mean,
+    mean_bytes,
+    num_elements,
+)
+from murmura.buckets import Bucket
+from murmura.buckets.flat import FlatTensors, plain_memory
 
 NO_NUMBERS = (None, "x", [1], math.nan, math.inf)
 NO_OBJECTS = (*NO_NUMBERS, -1, 0, True)
@@ -70,6 +85,53 @@ CALLS: dict[str, tuple[str, tuple[Any, ...], Callable[[Any], Any]]] = {
         "bucket_cap_mb_list", ("x", *NO_OBJECTS[3:-2], True, [None], [math.nan]),
         lambda value: DDP(nn.Linear(2, 2), alone(), bucket_cap_mb_list=value),
     ),
+}  # fmt: skip
+
+
+# The toolkit of those who write algorithms
+
+
+FLAT = torch.ones(8)
+
+
+def mean(**options: Any) -> CompressedMean:
+    given = {"transport": alone(), "like": FLAT, "compressor": "uint8", "codec": CodecThread(), **options}
+    return compressed_mean(**given)
+
+
+def bucket() -> Bucket:
+    layer = nn.Linear(3, 2)
+    return Bucket(0, ["weight", "bias"], [layer.weight, layer.bias], plain_memory)
+
+
+def flat_of(state: Any) -> Any:
+    kept = ParameterState()
+    kept.set("weight", state)
+    return kept.flat(bucket())
+
+
+NO_FLATS = (*NO_OBJECTS, torch.ones(7), torch.ones(9), torch.ones(2, 4))
+
+CALLS |= {
+    "transport of a mean": ("transport", NO_OBJECTS, lambda value: mean(transport=value)),
+    "tensor of a mean": ("like", NO_OBJECTS, lambda value: mean(like=value)),
+    "compressor of a mean": ("compressor", (*NO_OBJECTS, MinMaxUInt8), lambda value: mean(compressor=value)),
+    "codec of a mean": ("codec", NO_OBJECTS, lambda value: mean(codec=value)),
+    "shares": ("shares", (*NO_OBJECTS[3:], "x", [1, 1], [0], [math.nan]), lambda value: mean(shares=value)),
+    "average": ("average", NO_OBJECTS[:-1], lambda value: mean(average=value)),
+    "what is averaged": ("flat", (*NO_FLATS, FLAT.double()), lambda value: mean()(value)),
+    "what is gathered": ("flat", (*NO_FLATS, FLAT.int()), lambda value: mean(compressor="topk")(value)),
+    "transport of a hierarchy": ("transport", NO_OBJECTS, lambda value: Hierarchy(value, True)),
+    "hierarchy by host": ("by_host", NO_OBJECTS[:-1], lambda value: Hierarchy(alone(), value)),
+    "channel": ("channel", NO_OBJECTS, BackgroundExchanges),
+    "work": ("work", NO_OBJECTS, lambda value: BackgroundExchanges(alone()).start("nothing", [], value)),
+    "replica": ("replica", NO_OBJECTS, FlatWeights),
+    "flats": ("flats", (*NO_OBJECTS, FLAT, [torch.ones(7)], [torch.ones(9)], []), FlatTensors([FLAT]).read),
+    "parts of flats": ("flats", (*NO_OBJECTS, [torch.ones(9)]), FlatTensors([FLAT]).parts),
+    "state of a parameter": ("weight", (*NO_OBJECTS, torch.ones(1), torch.ones(7)), flat_of),
+    "state of a bucket": ("flat", NO_FLATS, lambda value: ParameterState().set_flat(bucket(), value)),
+    "parameters": ("parameters", (*NO_NUMBERS, -1, True, [[1, -2]], [[1.5]], [None]), num_elements),
+    "number of ranks": ("num_ranks", (*NO_NUMBERS, -1, 0, True), lambda value: mean_bytes(8, value)),
 }  # fmt: skip
 
 

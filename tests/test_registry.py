@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from murmura import (
     DDP,
+    ByteGradAlgorithm,
     Cast,
     ConfigError,
     DecentralizedAlgorithm,
@@ -200,6 +201,13 @@ def neighbour(rank, size, number):
 
 def neighbours():
     return neighbour
+
+three = 3
+
+@dataclass(frozen=True)
+class Refusing(Rare):
+    def __post_init__(self):
+        raise RuntimeError("no licence")
 """
 
 
@@ -207,17 +215,21 @@ def neighbours():
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a package were installed that announces algorithms, one of which cannot be loaded, and other things."""
     (tmp_path / "outside_murmura.py").write_text(MODULE)
+    (tmp_path / "exits_at_import.py").write_text("raise SystemExit('no GPU')")
+    (tmp_path / "has_a_slip.py").write_text("def f(:")
     info = tmp_path / "outside_murmura-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-murmura\nVersion: 1.0\n")
     lines = ["[murmura.algorithms]", "nothing = outside_murmura:Nothing", "broken = outside_murmura:Missing"]
-    lines += ["rare = outside_murmura:Rare"]
+    lines += ["rare = outside_murmura:Rare", "bytegrad = outside_murmura:Rare", "refusing = outside_murmura:Refusing"]
+    lines += ["exits = exits_at_import:Any", "slip = has_a_slip:Any", "three = outside_murmura:three"]
     lines += ["[murmura.compressors]", "short = outside_murmura:Short"]
     lines += ["[murmura.topologies]", "neighbours = outside_murmura:neighbours"]
     (info / "entry_points.txt").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))
     for registry in (_REGISTRY, compressors._REGISTRY, topology._REGISTRY):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+        monkeypatch.setattr(registry, "_compared", set())
 
 
 @pytest.mark.usefixtures("package")
@@ -242,6 +254,19 @@ def test_a_package_that_cannot_be_loaded_does_not_hide_the_others() -> None:
     assert lines["rare"] == "Rare(interval=10, average_moments=False)"
     assert lines["broken"].startswith("cannot be used: algorithm='broken' is announced as 'outside_murmura:Missing'")
     assert "Repair or remove the package outside-murmura" in lines["broken"]
+    assert "cannot be loaded: SystemExit: no GPU. Repair" in lines["exits"]
+    assert "cannot be loaded: SyntaxError: " in lines["slip"]
+    assert "cannot be loaded: TypeError: 3 is not a callable" in lines["three"]
+    assert lines["refusing"].endswith("outside_murmura.Refusing raised RuntimeError: no licence")
+
+
+@pytest.mark.usefixtures("package")
+def test_a_package_that_announces_a_name_of_murmuras_is_told_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert type(algorithm_named("bytegrad")) is ByteGradAlgorithm
+        assert type(algorithm_named("rare")).__name__ == "Rare"
+    (told,) = caplog.messages
+    assert "bytegrad.ByteGradAlgorithm. What the package outside-murmura announces" in told
 
 
 @pytest.mark.usefixtures("package")

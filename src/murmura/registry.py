@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from murmura.errors import ConfigError
+from murmura.errors import ConfigError, MurmuraError
+
+log = logging.getLogger("murmura")
 
 T = TypeVar("T")
 Maker = TypeVar("Maker", bound=Callable[..., Any])
@@ -41,6 +44,7 @@ class Registry(Generic[T]):
         self._group = group
         self._adapt = adapt
         self._entries: dict[str, _Entry] = {}
+        self._compared: set[str] = set()  # the names of which it is known whether a package announces them, too
 
     def register(self, name: str, **defaults: Any) -> Callable[[Maker], Maker]:
         """A decorator: `name` stands for what the class or function makes with `defaults`, unless options say else."""
@@ -90,7 +94,14 @@ class Registry(Generic[T]):
                 f"{self._word}={text!r}: {name!r} needs the option {missing[0]!r}: write '{name}:{missing[0]}=...'. "
                 f"(The name stands for {_place(entry.make)}, which is called with options and makes the {self._word}.)"
             )
-        made = entry.make(**chosen)
+        try:
+            made = entry.make(**chosen)
+        except MurmuraError:
+            raise
+        except Exception as error:  # whatever a class of another package raises
+            raise ConfigError(
+                f"{self._word}={text!r}: {_place(entry.make)} raised {type(error).__name__}: {error}"
+            ) from error
         if not isinstance(made, self._kind):
             raise ConfigError(f"{self._word}={text!r}: {_place(entry.make)} made {made!r}, which is no {self._word}.")
         return made
@@ -109,14 +120,29 @@ class Registry(Generic[T]):
                 )
             try:
                 make = points[0].load()
-            except (ImportError, AttributeError) as error:
+                inspect.signature(make)
+                entry = _Entry(self._adapt(make) if self._adapt else make, {})
+            except (Exception, SystemExit) as error:  # whatever a module of another package does when it is imported
                 raise ConfigError(
-                    f"{self._word}={name!r} is announced as {points[0].value!r}, which cannot be loaded: {error}. "
-                    f"Repair or remove the package {_package(points[0])}, or choose another {self._word}."
+                    f"{self._word}={name!r} is announced as {points[0].value!r}, which cannot be loaded: "
+                    f"{type(error).__name__}: {error}. Repair or remove the package {_package(points[0])}, or choose "
+                    f"another {self._word}."
                 ) from error
-            if name not in self._entries:  # its module may have registered it by the decorator
-                self._entries[name] = _Entry(self._adapt(make) if self._adapt else make, {})
+            self._entries.setdefault(name, entry)  # its module may have registered it by the decorator
+        elif name not in self._compared:
+            self._warn_of_others(name)
+        self._compared.add(name)
         return self._entries[name]
+
+    def _warn_of_others(self, name: str) -> None:
+        """Say that packages announce a name which stands for something else."""
+        meant = self._entries[name].make
+        for point in self._announced().get(name, []):
+            if point.module.partition(".")[0] != meant.__module__.partition(".")[0]:
+                log.warning(
+                    "%s=%r stands for %s. What the package %s announces by that name, %r, cannot be chosen: rename it.",
+                    *(self._word, name, _place(meant), _package(point), point.value),
+                )
 
     def _announced(self) -> dict[str, list[EntryPoint]]:
         found: dict[str, list[EntryPoint]] = {}
@@ -174,4 +200,4 @@ def _package(point: EntryPoint) -> str:
 
 
 def _place(make: Callable[..., Any]) -> str:
-    return f"{make.__module__}.{make.__qualname__}"
+    return f"{make.__module__}.{make.__qualname__}" if hasattr(make, "__qualname__") else repr(make)

@@ -245,6 +245,8 @@ def out_of_nothing(rank: int, size: int, number: int) -> Neighbours:
         (one_sided, "rank 0 sends to rank 1, which does not expect it"),
         (to_itself, r"rank 0 has the peers \[0\]"),
         (too_few_weights, r"rank 0 has the weights \[1.0\]"),
+        (lambda rank, size, number: 7, "for rank 0 it returned 7. Return Neighbours"),
+        (lambda rank, size, number: ([1.0], [], [1.0]), r"for rank 0 it returned \(\[1.0\]"),
         (out_of_nothing, r"hands out 1.5 times what it holds|would be biased"),
     ],
 )

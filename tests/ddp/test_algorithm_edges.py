@@ -29,6 +29,7 @@ from murmura import (
     UsageError,
     run_world,
 )
+from murmura.algorithms.toolkit import AfterStepImpl, FlatWeights
 from murmura.buckets import Bucket
 
 
@@ -290,3 +291,26 @@ def test_after_a_bucket_failed_nothing_else_of_its_round_is_exchanged() -> None:
         run_world(train, 2, timeout=20.0)
     assert isinstance(raised[0], PeerLost)
     assert raised[0].peer == 1
+
+
+class UndecidedImpl(AfterStepImpl):
+    def use(self, weights: FlatWeights) -> None:
+        """Nothing to keep."""
+
+    def is_due(self, number: int) -> bool:
+        number % 2 == 0  # type: ignore[return]  # noqa: B015
+
+    def communicate(self) -> None:
+        raise AssertionError("it is never due")
+
+
+@dataclass(frozen=True)
+class Undecided(Algorithm):
+    impl: ClassVar[type[AlgorithmImpl]] = UndecidedImpl
+
+
+def test_an_algorithm_that_does_not_say_when_it_is_due_is_refused() -> None:
+    (alone,) = InProcessTransport.create_group(1)
+    refused = pytest.raises(UsageError, match=r"is_due\(\) of UndecidedImpl returned None")
+    with alone, closing(DDP(weight(1.0), alone, algorithm=Undecided())) as ddp, refused:
+        backward(ddp, 1.0)

@@ -12,8 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from murmura import DistributedConfig, RendezvousError, SharedMemoryTransport, TransportError, connect
-from murmura.transports.shared_memory.rendezvous import socket_address
+from murmura import ConfigError, DistributedConfig, RendezvousError, SharedMemoryTransport, TransportError, connect
+from murmura.transports.announcement import Announcement
+from murmura.transports.choice import Claim
+from murmura.transports.shared_memory.rendezvous import meet, socket_address
+from murmura.types import TransportKind
 
 SECONDS = 20.0
 
@@ -47,6 +50,8 @@ def join(job, rank):
         b"[" * 4000,
         json.dumps({"rank": True, "world_size": 2, "nonce": "0"}).encode(),
         json.dumps({"rank": 1.0, "world_size": 2, "nonce": "0"}).encode(),
+        json.dumps({"rank": 1, "world_size": 2, "nonce": "\ud800"}).encode(),
+        json.dumps({"rank": 1, "world_size": "\ud800" * 1000, "nonce": "0"}).encode(),
         b"\xff\xfe",
     ],
 )
@@ -59,6 +64,52 @@ def test_whoever_does_not_follow_the_protocol_is_turned_away_and_the_world_works
         assert "did not follow the protocol" in json.loads(visitor.recv(4096))["refused"]
         guest = pool.submit(join, job, 1)
         assert (host.result(), guest.result()) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("leave", [lambda it: it.send(b"?"), lambda it: it.shutdown(socket.SHUT_WR)])
+def test_a_visitor_that_seems_to_have_died_gets_nothing_without_the_secret(leave):
+    job = uuid.uuid4().hex
+    dead, alive = os.pipe()
+    os.close(alive)  # as the life descriptor of a rank that died
+    segment = os.memfd_create("segment")
+    with contextlib.ExitStack() as crowd, ThreadPoolExecutor(1) as pool:
+        host = pool.submit(meet, job, 0, 2, segment, SECONDS, secret="swordfish")
+        visitor = knock(crowd, job)
+        visitor.settimeout(SECONDS)
+        hello = json.dumps({"rank": 1, "world_size": 2, "nonce": "0"}).encode()
+        visitor.sendmsg([hello], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [dead]))])
+        assert "nonce" in json.loads(visitor.recv(4096))
+        leave(visitor)
+        host.result().close()
+        assert socket.recv_fds(visitor, 4096, 253)[:2] == (b"", [])
+    os.close(dead)
+    os.close(segment)
+
+
+def test_a_rank_takes_no_segment_from_a_rank_0_that_has_proved_nothing():
+    job = uuid.uuid4().hex
+    before = len(os.listdir("/proc/self/fd"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door, ThreadPoolExecutor(1) as pool:
+        door.bind(socket_address(job))
+        door.listen(1)
+        guest = pool.submit(meet, job, 1, 2, None, SECONDS, secret="swordfish")
+        with door.accept()[0] as told:
+            told.recv(4096)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 0, 0]))]
+            told.sendmsg([json.dumps({"world_size": 2, "claims": ["", ""]}).encode()], rights)
+            with pytest.raises(RendezvousError, match=r"rank 1 found .* a rank 0 that does not know the job's secret"):
+                guest.result()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_another_user_announces_is_not_believed(monkeypatch):
+    job = uuid.uuid4().hex
+    with Announcement(job, 0, 2, Claim(TransportKind.GLOO)), Announcement(job, 1, 2, Claim()) as own:
+        monkeypatch.setattr("murmura.transports.announcement.LOOK_SECONDS", 0.0)
+        monkeypatch.setattr("murmura.transports.announcement.STAY_SECONDS", 0.0)
+        assert isinstance(own.watch(), ConfigError)
+        monkeypatch.setattr("murmura.transports.announcement.peer_uid", lambda probe: os.getuid() + 1)
+        assert own.watch() is None
 
 
 def test_silent_visitors_delay_nobody():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from murmura.transports import group_building
 from murmura.transports.error_reporter import Reporter
 from murmura.transports.failure_log import FailureLog
 from murmura.transports.liveness import Liveness
-from murmura.transports.rendezvous import Roster, file_store, open_store, sign_in, under
+from murmura.transports.rendezvous import Roster, file_store, reach_store, serve_store, sign_in, under
 from murmura.transports.signed_store import SignedStore
 
 SECONDS = 20.0
@@ -128,7 +130,7 @@ def test_what_an_earlier_rendezvous_left_is_not_taken_for_this_one(tmp_path: Pat
 
 def test_on_one_host_nobody_else_can_reach_the_store() -> None:
     port = free_port()
-    store = open_store("127.0.0.1", port, 0, 1, SECONDS)
+    store = serve_store("127.0.0.1", port, 1, SECONDS)
     tables = [Path(name).read_text().splitlines()[1:] for name in ("/proc/net/tcp", "/proc/net/tcp6")]
     rows = [row.split() for table in tables for row in table]
     listening = [address for _, address, _, state, *_ in rows if state == "0A" and address.endswith(f":{port:04X}")]
@@ -141,15 +143,44 @@ def test_a_program_at_the_port_that_is_no_store_is_told_as_such() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         began = time.monotonic()
-        with pytest.raises(RendezvousError, match="a program that is no store"):
-            open_store("127.0.0.1", other.getsockname()[1], 0, 2, 1.0)
+        with pytest.raises(RendezvousError, match=r"has not answered rank 1 for .* no store of torch's"):
+            reach_store("127.0.0.1", other.getsockname()[1], 1, 1.0)
         assert time.monotonic() - began < 2.1
+
+
+def test_a_store_that_answers_late_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one whose host asks a slow name server for the name of each client."""
+    monkeypatch.setattr("murmura.transports.rendezvous.SILENT_SECONDS", 0.1)
+    with socket.socket() as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        reached = pool.submit(reach_store, "127.0.0.1", port, 1, SECONDS)
+        give_up = time.monotonic() + SECONDS
+        while not caplog.records:
+            assert not wait([reached], 0.01).done
+            assert time.monotonic() < give_up
+        make: Any = dist.TCPStore  # type: ignore[attr-defined]
+        store = make(
+            "127.0.0.1",
+            port,
+            1,
+            True,
+            timedelta(seconds=SECONDS),
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()),
+        )
+        reached.result().set("key", "value")
+        assert store.get("key") == b"value"
+    assert "has not answered rank 1 for 0.1 s" in caplog.text
 
 
 def test_a_store_that_nobody_serves_is_given_up_at_the_deadline() -> None:
     began = time.monotonic()
     with pytest.raises(RendezvousError, match=r"did not reach the store of rank 0 at .* within 1.0 s"):
-        open_store("127.0.0.1", free_port(), 1, 2, 1.0)
+        reach_store("127.0.0.1", free_port(), 1, 1.0)
     assert 0.9 < time.monotonic() - began < 2.1
 
 

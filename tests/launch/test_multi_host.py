@@ -77,6 +77,18 @@ def test_a_launcher_without_the_secret_starts_nothing_and_makes_nobody_start(sec
             raise error
 
 
+def test_a_second_launcher_with_the_same_number_starts_nothing() -> None:
+    plan = {"command": ("true",), "num_ranks": 1, "num_nodes": 2, "coordinator": f"127.0.0.1:{free_port()}"}
+    launchers = [LauncherGroup(LaunchPlan(**plan, node_rank=node, timeout=5.0)) for node in (0, 1, 1)]
+    first, *others = as_threads(*(lambda each=each: each.rendezvous(0) for each in launchers))
+    late = as_threads(lambda: launchers[2].rendezvous(0))
+    attempts = [each for each in others if isinstance(each, Attempt)]
+    assert [each.job for each in attempts] == [first.job]
+    for error in [each for each in [*others, *late] if each is not attempts[0]]:
+        with pytest.raises(RendezvousError, match="host 0 has admitted another launcher as host 1"):
+            raise error
+
+
 def test_a_host_that_does_not_come_is_named() -> None:
     (error,) = as_threads(lambda: meet_alone())
     with pytest.raises(RendezvousError, match=r"of 2 hosts \[1\] did not come"):

@@ -15,7 +15,7 @@ import torch
 
 from murmura import DistributedConfig, ProcessGroupTransport, RendezvousError, Transport, connect
 from murmura.transports.challenge import NONCE_BYTES, TAG_BYTES
-from murmura.transports.rendezvous import file_store, open_store
+from murmura.transports.rendezvous import file_store, serve_store
 from murmura.transports.signed_store import SignedStore
 
 SECONDS = 10.0
@@ -71,7 +71,7 @@ def test_nccl_works_with_a_secret_too() -> None:
 @pytest.mark.parametrize("secrets", [("swordfish", "goldfish"), ("swordfish", None), (None, "swordfish")])
 def test_a_wrong_or_missing_secret_ends_both_sides_before_they_connect(secrets: tuple[str | None, str | None]) -> None:
     port = free_port()
-    store = open_store("127.0.0.1", port, 0, 2, SECONDS)  # as a launcher serves it
+    store = serve_store("127.0.0.1", port, 2, SECONDS)  # as a launcher serves it
     began = time.monotonic()
     errors = as_threads(*(lambda rank=rank: join(port, rank, secrets[rank]) for rank in range(2)))
     assert time.monotonic() - began < SECONDS
@@ -86,7 +86,7 @@ def test_a_wrong_or_missing_secret_ends_both_sides_before_they_connect(secrets: 
 
 def test_a_rank_that_finds_the_store_gone_says_who_served_it() -> None:
     port = free_port()
-    served = [open_store("127.0.0.1", port, 0, 2, SECONDS)]
+    served = [serve_store("127.0.0.1", port, 2, SECONDS)]
     left = threading.Timer(0.3, served.clear)
     left.start()
     with pytest.raises(RendezvousError, match="rank 1 lost the store while the ranks were signing in"):

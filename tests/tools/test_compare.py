@@ -32,7 +32,7 @@ from murmura.tools.experiments import report as reports
 from murmura.tools.experiments.compare_spec import BLOCK_STEPS, TORCH_DDP, ComparisonSpec
 from murmura.tools.experiments.comparison import Row, common_target, contradictions, recommendation, row_of
 from murmura.tools.experiments.recipes import configuration, optimizer_for, parse_algorithms
-from murmura.tools.experiments.runs import Run
+from murmura.tools.experiments.runs import Run, only_writer
 from tools.lab.conditions import needs_namespaces
 from worlds import SECONDS, ExchangeOnly
 
@@ -307,6 +307,13 @@ def test_bad_input_is_one_clear_line(
     assert refusal.startswith("error: ")
     assert message in refusal
     assert refusal.count("\n") == 1
+
+
+def test_a_second_comparison_does_not_write_into_the_folder_of_the_first(tmp_path: Path) -> None:
+    with only_writer(tmp_path):
+        (tmp_path / ".lock").unlink()  # as it was when the second looked whether the folder is empty
+        status, _, refusal = run(*small(tmp_path, "local"))
+    assert (status, refusal[: len(f"error: {tmp_path}: another ")]) == (2, f"error: {tmp_path}: another ")
 
 
 def test_all_means_every_algorithm() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from murmura.observe import Record
 from murmura.tools.cli.live_view import Lines, Watch, line, view
 from murmura.tools.cli.main import app
-from murmura.tools.experiments.runs import Run, RunFolder
+from murmura.tools.experiments.runs import Run, RunFolder, only_writer
 from murmura.tools.experiments.settings import TrainSettings
 from worlds import SECONDS
 
@@ -229,6 +230,21 @@ def test_bad_input_is_one_clear_line(
     assert message in refusal
     assert refusal.count("\n") == 1
     assert "Traceback" not in refusal
+
+
+def test_a_second_run_does_not_write_into_the_folder_of_the_first(tmp_path: Path) -> None:
+    short = small(tmp_path, "--transport", "in_process", "--checkpoint-every", "3", steps=5)
+    with only_writer(tmp_path):
+        status, _, refusal = run(*short)
+        assert (status, os.listdir(tmp_path)) == (2, [".lock"])
+        assert refusal.startswith(f"error: {tmp_path}: another ")
+    assert run(*short)[0] == 0
+    shutil.rmtree(tmp_path / "checkpoints/step-000000005")
+    before = (tmp_path / "run.json").read_text()
+    with only_writer(tmp_path):
+        assert run("--resume", str(tmp_path))[0] == 2
+    assert (tmp_path / "run.json").read_text() == before
+    assert run("--resume", str(tmp_path))[0] == 0
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from murmura.algorithms.base import AlgorithmImpl, Replica
 from murmura.algorithms.switching import average_known_moments
 from murmura.algorithms.weights import FlatWeights
-from murmura.errors import PeerTimeout
+from murmura.errors import PeerTimeout, UsageError
 from murmura.types import Exchanges, ReduceOp
 
 if TYPE_CHECKING:
@@ -64,7 +64,10 @@ class AfterStepImpl(AlgorithmImpl, ABC):
 
     @abstractmethod
     def use(self, weights: FlatWeights) -> None:
-        """Exchange `weights` from now on, which are equal on all ranks."""
+        """Exchange `weights` from now on, which are equal on all ranks.
+
+        Called by `setup`, and again when other weights are loaded or parameters are thawed.
+        """
 
     def start_from_mean(self) -> None:
         """Reset what was derived from the weights to their mean: the ranks may have loaded different weights."""
@@ -76,7 +79,10 @@ class AfterStepImpl(AlgorithmImpl, ABC):
         self.use(self._weights)
 
     def after_backward(self) -> None:
-        self._is_last_due = self.is_due(self._replica.round)
+        is_due: bool | None = self.is_due(self._replica.round)
+        if is_due is None:
+            raise UsageError(f"is_due() of {type(self).__name__} returned None: return True or False.")
+        self._is_last_due = is_due
         if self._is_last_due:
             self._due.append(self._replica.round)
 

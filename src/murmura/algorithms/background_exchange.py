@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from murmura.algorithms.checks import instances_of
+from murmura.errors import UsageError
 from murmura.transports.base import Transport
 from murmura.transports.cuda_launches import OnStream, current_stream
 from murmura.transports.serial_executor import Ticket
@@ -49,6 +51,7 @@ class BackgroundExchanges:
     """Runs one exchange after another on `channel`, in the order they were started."""
 
     def __init__(self, channel: Transport) -> None:
+        instances_of(Transport, channel=channel)
         self._channel = channel
         self._filled: dict[torch.device, torch.cuda.Event] = {}  # recorded anew for each exchange
 
@@ -56,6 +59,8 @@ class BackgroundExchanges:
         self, what: str, tensors: Sequence[Tensor], work: Callable[[], None], operation: str = "exchange"
     ) -> PendingExchange:
         """Run `work` on `tensors`, which must not be used until `wait` returns; a profiler calls it `operation`."""
+        if not callable(work):
+            raise UsageError(f"work={work!r} is no function.")
         streams: dict[torch.device, torch.cuda.Stream] = {}
         for tensor in tensors:
             if tensor.is_cuda:

@@ -43,9 +43,15 @@ def at_least(least: int, **choices: int) -> None:
             raise ConfigError(f"{name}={value!r} must be a whole number, at least {least}.")
 
 
+def as_compressor(compressor: object) -> Compressor:
+    """`compressor` itself, or the one of that name."""
+    if isinstance(compressor, str):
+        return compressor_named(compressor)
+    instances_of(Compressor, compressor=compressor)
+    assert isinstance(compressor, Compressor)
+    return compressor
+
+
 def take_compressor(choices: object, compressor: object) -> None:
     """Set the field `compressor` of `choices`, a frozen dataclass, to an object; `compressor` may be its name."""
-    if isinstance(compressor, str):
-        object.__setattr__(choices, "compressor", compressor_named(compressor))
-    else:
-        instances_of(Compressor, compressor=compressor)
+    object.__setattr__(choices, "compressor", as_compressor(compressor))

@@ -62,6 +62,7 @@ class ChunkedMean(CompressedMean):
 
     def __call__(self, flat: Tensor) -> None:
         """Overwrite `flat` with the mean."""
+        self._check(flat)
         transport, pieces = self._transport, self._pieces
         start = partial(self._codec.start, num_pieces=len(pieces))
         encoded = [start(partial(self._encode, flat, piece)) for piece in pieces]

@@ -25,7 +25,10 @@ def cut(numel: int, num_elements: int, compressor: Compressor, device: torch.dev
 
 
 class CodecThread:
-    """Encodes and decodes in order, in a thread beside the exchanges; the thread is started when it is first needed."""
+    """Encodes and decodes in order, in a thread beside the exchanges; the thread is started when it is first needed.
+
+    Whoever makes it closes it: an algorithm in its own `close`.
+    """
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from murmura.compressors import Compressor
-from murmura.errors import ConfigError
+from murmura.errors import ConfigError, UsageError
 from murmura.transports.base import Transport
 
 
@@ -55,6 +55,21 @@ class CompressedMean(ABC):
     @abstractmethod
     def __call__(self, flat: Tensor) -> None:
         """Overwrite `flat` with the mean."""
+
+    def _check(self, flat: Tensor) -> None:
+        """Raise `UsageError` unless `flat` is such a tensor as this was made for."""
+        like = self._like
+        if (
+            not isinstance(flat, Tensor)
+            or flat.shape != like.shape
+            or flat.dtype != like.dtype
+            or flat.device != like.device
+        ):
+            told = f"{list(flat.shape)} of {flat.dtype} on {flat.device}" if isinstance(flat, Tensor) else repr(flat)
+            raise UsageError(
+                f"flat={told}: this mean was made for {like.numel()} elements of {like.dtype} on {like.device}, in one "
+                "dimension."
+            )
 
     @property
     def _all_encoders(self) -> list[Compressor]:

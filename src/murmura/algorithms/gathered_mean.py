@@ -35,6 +35,7 @@ class GatheredMean(CompressedMean):
             self._payloads = transport.allocate(size * num_bytes, torch.uint8, like.device).view(size, num_bytes)
 
     def __call__(self, flat: Tensor) -> None:
+        self._check(flat)
         (encoder,) = self._encoders
         payloads = self._gather(encoder, flat)
         in_place = flat.dtype == self._wide

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from murmura.transports.base import Transport
+from murmura.algorithms.checks import yes_or_no
+from murmura.transports.base import Transport, check_transport
 from murmura.transports.host import leaders_of, members_of
 from murmura.types import ReduceOp
 
@@ -24,6 +25,8 @@ class Hierarchy:
     """
 
     def __init__(self, transport: Transport, by_host: bool) -> None:
+        check_transport(transport)
+        yes_or_no(by_host=by_host)
         leaders = leaders_of(transport.hosts)
         self._transport = transport
         self._inside: Transport | None = None

@@ -6,18 +6,20 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from murmura.algorithms.checks import as_compressor, at_least_one, instances_of, yes_or_no
 from murmura.algorithms.chunked_mean import ChunkedMean
 from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean
 from murmura.algorithms.gathered_mean import GatheredMean
 from murmura.compressors import Compressor
-from murmura.transports.base import Transport
+from murmura.errors import ConfigError
+from murmura.transports.base import Transport, check_transport
 
 
 def compressed_mean(
     transport: Transport,
     like: Tensor,
-    compressor: Compressor,
+    compressor: Compressor | str,
     codec: CodecThread,
     *,
     shares: Sequence[int] | None = None,
@@ -28,6 +30,15 @@ def compressed_mean(
     `codec` encodes and decodes beside the exchange where the compressor allows that. With ``average=False`` it is the
     sum.
     """
+    check_transport(transport)
+    instances_of(Tensor, like=like)
+    instances_of(CodecThread, codec=codec)
+    yes_or_no(average=average)
+    compressor = as_compressor(compressor)
+    if shares is not None:
+        if not isinstance(shares, Sequence) or len(shares) != transport.world_size:
+            raise ConfigError(f"shares={shares!r}: give one for each of {transport.world_size} ranks.")
+        at_least_one(**{f"shares[{rank}]": share for rank, share in enumerate(shares)})
     if compressor.gathers:
         return GatheredMean(transport, like, compressor, shares=shares, average=average)
     return ChunkedMean(transport, like, compressor, codec, shares=shares, average=average)

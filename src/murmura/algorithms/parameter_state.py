@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from murmura.buckets import Bucket
+from murmura.errors import UsageError
 
 
 class ParameterState:
@@ -30,6 +31,8 @@ class ParameterState:
 
     def set(self, name: str, tensor: Tensor) -> None:
         """Replace the tensor of a parameter."""
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise UsageError(f"the state of name={name!r} cannot be tensor={tensor!r}: give a string and a tensor.")
         self._tensors[name] = tensor
         self._flats = {}
 
@@ -43,12 +46,20 @@ class ParameterState:
             flat = torch.zeros_like(bucket.flat, dtype=dtype)
             for name, part in zip(names, torch.split(flat, bucket.numels), strict=True):
                 if name in self._tensors:
-                    part.copy_(self._tensors[name])
+                    tensor = self._tensors[name]
+                    if tensor.numel() != part.numel():
+                        raise UsageError(
+                            f"the state of {name!r} has {tensor.numel()} elements and the parameter {part.numel()}: "
+                            "flat() needs as many. Read it with get()."
+                        )
+                    part.copy_(tensor.reshape(-1))
             self.set_flat(bucket, flat)
         return self._flats[names]
 
     def set_flat(self, bucket: Bucket, flat: Tensor) -> None:
         """Replace the tensors of the bucket's parameters by the parts of `flat`."""
+        if not isinstance(flat, Tensor) or flat.shape != bucket.flat.shape:
+            raise UsageError(f"flat={flat!r}: give a tensor of {bucket.flat.numel()} elements, those of the bucket.")
         names = tuple(bucket.names)
         if names not in self._flats:  # parameters that were elsewhere have moved
             self._flats = {others: each for others, each in self._flats.items() if not set(others) & set(names)}

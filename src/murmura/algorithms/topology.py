@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -132,10 +133,18 @@ def _hops(size: int) -> list[int]:
 
 def neighbours_of_all(topology: Topology, size: int, number: int) -> list[Neighbours]:
     """What every rank does in exchange `number`; `ConfigError` where two ranks would wait for each other in vain."""
-    found = [Neighbours(*topology(rank, size, number)) for rank in range(size)]
+    found = []
+    where = f"topology={topology!r}, exchange {number} of {size} ranks"
+    for rank in range(size):
+        answer = topology(rank, size, number)
+        try:
+            sends_to, receives_from, weights = answer
+            sources = [operator.index(peer) for peer in receives_from]
+            found.append(Neighbours([operator.index(peer) for peer in sends_to], sources, [float(w) for w in weights]))
+        except (TypeError, ValueError):
+            raise ConfigError(f"{where}: for rank {rank} it returned {answer!r}. Return Neighbours.") from None
     sent = {(rank, peer) for rank, each in enumerate(found) for peer in each.sends_to}
     received = {(peer, rank) for rank, each in enumerate(found) for peer in each.receives_from}
-    where = f"topology={topology!r}, exchange {number} of {size} ranks"
     if sent != received:
         src, dst = min(sent ^ received)
         verbs = ("sends to", "does not expect it") if (src, dst) in sent else ("does not send to", "expects it")

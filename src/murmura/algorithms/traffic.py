@@ -5,20 +5,29 @@ from __future__ import annotations
 import torch
 
 from murmura.algorithms.base import Parameters
-from murmura.compressors import Compressor, compressor_named
+from murmura.algorithms.checks import as_compressor, at_least, at_least_one
+from murmura.compressors import Compressor
+from murmura.errors import ConfigError
 
 
 def num_elements(parameters: Parameters) -> int:
     """The number of elements of all `parameters`."""
-    return parameters if isinstance(parameters, int) else sum(torch.Size(shape).numel() for shape in parameters)
+    if isinstance(parameters, int):
+        at_least(0, parameters=parameters)
+        return parameters
+    try:
+        shapes = [torch.Size(shape) for shape in parameters]
+    except TypeError:
+        shapes = [torch.Size([-1])]
+    if any(length < 0 for shape in shapes for length in shape):
+        raise ConfigError(f"parameters={parameters!r}: give shapes, or the number of elements.")
+    return sum(shape.numel() for shape in shapes)
 
 
 def payload_bytes(parameters: Parameters, compressor: Compressor | str | None = None) -> int:
     """The bytes of so many float32, as they are or as `compressor` makes them."""
     numel = num_elements(parameters)
-    if isinstance(compressor, str):
-        compressor = compressor_named(compressor)
-    return 4 * numel if compressor is None else compressor.payload_bytes(numel, torch.float32)
+    return 4 * numel if compressor is None else as_compressor(compressor).payload_bytes(numel, torch.float32)
 
 
 def mean_bytes(parameters: Parameters, num_ranks: int, compressor: Compressor | str | None = None) -> float:
@@ -26,7 +35,7 @@ def mean_bytes(parameters: Parameters, num_ranks: int, compressor: Compressor | 
 
     It is n - 1 times the payload if `compressor` gathers.
     """
-    if isinstance(compressor, str):
-        compressor = compressor_named(compressor)
-    share = num_ranks - 1 if compressor is not None and compressor.gathers else 2 * (num_ranks - 1) / num_ranks
+    at_least_one(num_ranks=num_ranks)
+    gathers = compressor is not None and as_compressor(compressor).gathers
+    share = num_ranks - 1 if gathers else 2 * (num_ranks - 1) / num_ranks
     return share * payload_bytes(parameters, compressor)

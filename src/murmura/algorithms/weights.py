@@ -11,7 +11,7 @@ from torch import Tensor
 from murmura.algorithms.base import Replica
 from murmura.buckets.flat import FlatTensors
 from murmura.compressors.base import PIECE_ELEMENTS
-from murmura.errors import ConfigError
+from murmura.errors import ConfigError, UsageError
 
 
 class Piece(NamedTuple):
@@ -30,6 +30,8 @@ class FlatWeights(FlatTensors):
     """
 
     def __init__(self, replica: Replica, *, with_frozen: bool = False, also: Sequence[str] = ()) -> None:
+        if not hasattr(replica, "buffer_names"):
+            raise UsageError(f"replica={replica!r} is no Replica: give what setup(replica) gets.")
         self._replica = replica
         chosen = {
             name: parameter

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from murmura.errors import UsageError
+
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 """Makes a flat tensor of so many elements: `Transport.allocate`, say, or `plain_memory`."""
 
@@ -53,7 +55,7 @@ class FlatTensors:
         return [group.numel for group in self.groups]
 
     def allocate(self, allocate: Allocate) -> list[Tensor]:
-        """New flats that hold the tensors' values."""
+        """New flats that hold the tensors' values, in memory of `allocate`; that of a transport travels fastest."""
         flats = [allocate(group.numel, group.dtype, group.device) for group in self.groups]
         self.read(flats)
         return flats
@@ -61,6 +63,7 @@ class FlatTensors:
     @torch.no_grad()
     def read(self, flats: Sequence[Tensor]) -> None:
         """Overwrite `flats` with the tensors."""
+        self._check(flats)
         tensors = self._tensors()
         if all(tensor.is_contiguous() for tensor in tensors):  # otherwise reshape would copy
             for flat, group in zip(flats, self.groups, strict=True):
@@ -91,12 +94,20 @@ class FlatTensors:
 
     def pairs(self, flats: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Each tensor behind its part of `flats`, in the order of the list."""
+        self._check(flats)
         tensors = self._tensors()
         parts: dict[int, Tensor] = {}
         for flat, group in zip(flats, self.groups, strict=True):
             cut = torch.split(flat, [tensors[index].numel() for index in group.members])
             parts |= zip(group.members, cut, strict=True)
         return [(parts[index].view(tensor.shape), tensor) for index, tensor in enumerate(tensors)]
+
+    def _check(self, flats: Sequence[Tensor]) -> None:
+        if not isinstance(flats, list | tuple) or not all(isinstance(flat, Tensor) for flat in flats):
+            raise UsageError(f"flats={flats!r}: give a list of tensors.")
+        if [flat.shape for flat in flats] != [(numel,) for numel in self.numels]:
+            shapes = [list(flat.shape) for flat in flats]
+            raise UsageError(f"flats of shapes {shapes}: give a list of flat tensors with {self.numels} elements.")
 
     def _tensors(self) -> Sequence[Tensor]:
         return self._given

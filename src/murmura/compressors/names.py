@@ -25,7 +25,7 @@ def _with_feedback(make: Callable[..., Compressor], feedback: bool = False) -> C
         compressor = make(**options)
         return ErrorFeedback(compressor, decay=decay) if feedback else compressor
 
-    made.__module__, made.__qualname__ = make.__module__, make.__qualname__
+    made.__module__, made.__qualname__ = make.__module__, getattr(make, "__qualname__", repr(make))
     parameters = inspect.signature(make).parameters.values()
     made.__signature__ = inspect.Signature([*parameters, *choices])  # type: ignore[attr-defined]
     return made

@@ -10,11 +10,9 @@ from __future__ import annotations
 import json
 import math
 import platform
-import socket
 import time
 import uuid
 from collections.abc import Collection
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -24,14 +22,14 @@ from murmura.errors import ConfigError, RendezvousError
 from murmura.launch.plan import Attempt, LaunchPlan
 from murmura.launch.root_cause import CRASH_PRIORITY, Failure, root_cause
 from murmura.launch.supervisor import GRACE_SECONDS, KILL_SECONDS, STOP_AFTER_FAILURE_SECONDS
-from murmura.transports.rendezvous import Store, open_store, under
+from murmura.transports.rendezvous import Store, reach_store, serve_store, under
 from murmura.transports.signed_store import ADVICE, SignedStore
+from murmura.transports.watched_store import nobody, poll
 
 POLL_SECONDS = 0.05
 HEARTBEAT_SECONDS = 0.5  # between two heartbeats, and between two checks of the other hosts
 LOST_SECONDS = 15.0  # without a heartbeat: the launcher counts as lost; a busy host may be late by some seconds
 LOST_AFTER_FAILURE_SECONDS = 5.0  # the same once the job has failed
-PROBE_SECONDS = 1.0
 SCOPE = "murmura/launch"
 
 
@@ -55,7 +53,7 @@ class LauncherGroup:
     def rendezvous(self, number: int) -> Attempt:
         """Wait until the launchers of all hosts are ready for this attempt; a `RendezvousError` at the deadline."""
         plan = self._plan
-        own = {
+        own: dict[str, Any] = {
             "ranks": plan.num_ranks,
             "nodes": plan.num_nodes,
             "restarts": plan.max_restarts,
@@ -72,19 +70,14 @@ class LauncherGroup:
                     tuple(missing),
                 )
             nodes = [self._read_node(number, node) for node in range(plan.num_nodes)]
+            self._check_same(nodes, own)
+            self._admit(number, [each["job"] for each in nodes], own["job"])
         except dist.DistError as error:
             raise RendezvousError(
                 f"host {plan.node_rank} lost the launcher of host 0 at {plan.coordinator}: its own output says why. "
                 f"(torch says: {error})",
                 (0,),
             ) from error
-        for node, each in enumerate(nodes):
-            for name, option in (("nodes", "--nnodes"), ("restarts", "--max-restarts")):
-                if each[name] != own[name]:
-                    raise RendezvousError(
-                        f"host {node} was started with {option} {each[name]}, host {plan.node_rank} with {own[name]}. "
-                        "Start all hosts with the same."
-                    )
         self._hosts = [each["host"] for each in nodes]
         self._heartbeats.clear()
         ranks = [each["ranks"] for each in nodes]
@@ -95,6 +88,28 @@ class LauncherGroup:
             world_size=sum(ranks),
             master=self._address,
         )
+
+    def _check_same(self, nodes: list[dict[str, Any]], own: dict[str, Any]) -> None:
+        for node, each in enumerate(nodes):
+            for name, option in (("nodes", "--nnodes"), ("restarts", "--max-restarts")):
+                if each[name] != own[name]:
+                    raise RendezvousError(
+                        f"host {node} was started with {option} {each[name]}, host {self._plan.node_rank} with "
+                        f"{own[name]}. Start all hosts with the same."
+                    )
+
+    def _admit(self, number: int, jobs: list[str], own: str) -> None:
+        """Node 0 admits those whom it has read; of two launchers with one --node-rank, the other starts nothing."""
+        plan, key = self._plan, f"admitted/{number}"
+        if plan.node_rank == 0:
+            self._store.set(key, json.dumps(jobs))
+            return
+        if not poll(lambda: bool(self._store.check([key])), plan.timeout, nobody):
+            raise RendezvousError(f"host {plan.node_rank} waited {plan.timeout:.0f} s for host 0 to admit it.", (0,))
+        if own.encode() not in bytes(self._store.get(key)):
+            raise RendezvousError(
+                f"host 0 has admitted another launcher as host {plan.node_rank}. Give each host its own --node-rank."
+            )
 
     def has_failure(self, attempt: Attempt) -> bool:
         """Whether the ranks of another host failed, or its launcher was lost; asks the store every `HEARTBEAT_SECONDS`.
@@ -219,38 +234,14 @@ class LauncherGroup:
 
 
 def _serve(plan: LaunchPlan) -> Store:
-    host, port = parse_address(plan.coordinator)
-    make: Any = dist.TCPStore  # type: ignore[attr-defined]
-    try:
-        return make(host, port, plan.num_nodes, True, timedelta(seconds=plan.timeout), wait_for_workers=False)
-    except dist.DistError as error:
+    store = serve_store(*parse_address(plan.coordinator), plan.num_nodes, plan.timeout)
+    if store is None:
         raise ConfigError(
-            f"host 0 cannot listen at {plan.coordinator}: {error} Is the address this host's, and does another job "
-            "use the port? Choose another one, on all hosts."
-        ) from error
+            f"host 0 cannot listen at {plan.coordinator}. Is the address this host's, and does another job use the "
+            "port? Choose another one, on all hosts."
+        )
+    return store
 
 
 def _reach(plan: LaunchPlan) -> Store:
-    """Connect to the store of host 0; waits here, because torch would wait up to three times as long."""
-    host, port = parse_address(plan.coordinator)
-    deadline = time.monotonic() + plan.timeout
-    while not _is_served(host, port, deadline):
-        if time.monotonic() > deadline:
-            raise RendezvousError(
-                f"host {plan.node_rank} did not reach the launcher of host 0 at {plan.coordinator} within "
-                f"{plan.timeout:.1f} s. Was murmura run started there, with the same --coordinator, and is the port "
-                "open between the hosts?",
-                (0,),
-            )
-        time.sleep(POLL_SECONDS)
-    left = max(1.0, deadline - time.monotonic())
-    return open_store(host, port, plan.node_rank, plan.num_nodes, left)
-
-
-def _is_served(host: str, port: int, deadline: float) -> bool:
-    """Whether somebody listens there; takes `PROBE_SECONDS` at most."""
-    try:
-        socket.create_connection((host, port), max(0.01, min(PROBE_SECONDS, deadline - time.monotonic()))).close()
-    except OSError:
-        return False
-    return True
+    return reach_store(*parse_address(plan.coordinator), plan.node_rank, plan.timeout, caller="host")

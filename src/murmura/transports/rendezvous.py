@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import os
 import secrets
 import socket
@@ -25,22 +26,19 @@ from murmura.transports.liveness import Liveness
 from murmura.transports.signed_store import ADVICE, SignedStore
 from murmura.transports.watched_store import Watch, nobody, poll, run_watched
 
+log = logging.getLogger("murmura")
+
 Store: TypeAlias = Any  # torch.distributed.Store, whose type torch does not export
 
 LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
 PAUSE_SECONDS = 0.05  # between two tries to reach a store that is not there yet
-GREET_SECONDS = 5.0  # for a store to answer, once its port does
+PROBE_SECONDS = 1.0  # for a connection to be made
+SILENT_SECONDS = 5.0  # after which a store that does not answer, though its port does, is spoken of
 GRACE_SECONDS = 2.0  # for a rank to write again what a stranger has overwritten
 LOOK_SECONDS = 0.25  # between two looks whether one has
 
 
 # The store
-
-
-def open_store(host: str, port: int, rank: int, world_size: int, timeout: float) -> Store:
-    """The TCP store at host:port; rank 0 serves it, unless a launcher on its host already does."""
-    served = serve_store(host, port, world_size, timeout) if rank == 0 else None
-    return reach_store(host, port, rank, timeout) if served is None else served
 
 
 def serve_store(host: str, port: int, world_size: int, timeout: float) -> Store | None:
@@ -66,42 +64,57 @@ def serve_store(host: str, port: int, world_size: int, timeout: float) -> Store 
     return make(host or "127.0.0.1", port, world_size, True, limit, wait_for_workers=False, master_listen_fd=fd)
 
 
-def reach_store(host: str, port: int, rank: int, timeout: float, watch: Watch = nobody) -> Store:
-    """The TCP store that another process serves at host:port; raises what `watch` finds while nobody does."""
+def reach_store(
+    host: str, port: int, rank: int, timeout: float, watch: Watch = nobody, *, caller: str = "rank"
+) -> Store:
+    """The TCP store that another process serves at host:port; raises what `watch` finds meanwhile.
+
+    `rank` is the number of the `caller`, which is a rank, or the launcher of a host.
+    """
     deadline = time.monotonic() + timeout
-    while not answers(host, port, max(0.01, deadline - time.monotonic())):
+    while not answers(host, port, max(0.01, min(PROBE_SECONDS, deadline - time.monotonic()))):
         error = watch()
         if error is not None:
             raise error
         if time.monotonic() + PAUSE_SECONDS > deadline:
             raise RendezvousError(
-                f"rank {rank} did not reach the store of rank 0 at {host}:{port} within {timeout:.1f} s. Is it "
-                "running, and is the port open between the hosts?",
+                f"{caller} {rank} did not reach the store of {caller} 0 at {host}:{port} within {timeout:.1f} s. Was "
+                "it started, with the same address, and is the port open between the hosts?",
                 (0,),
             )
         time.sleep(PAUSE_SECONDS)  # nothing to wait on: nobody listens yet
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
-    seconds = min(GREET_SECONDS, max(0.5, deadline - time.monotonic()))
+    seconds = max(0.5, deadline - time.monotonic())
     greet = functools.partial(make, host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
+    told_at = time.monotonic() + SILENT_SECONDS
+
+    def silent(waited: float) -> str:
+        return (
+            f"a program listens at {host}:{port} and has not answered {caller} {rank} for {waited:.1f} s. If it is no "
+            "store of torch's, choose another port, on all ranks. If it is one, it looks up the name of each client: "
+            "see that the name server of its host answers, or list the clients in its /etc/hosts."
+        )
+
+    def watch_and_tell() -> Exception | None:
+        nonlocal told_at
+        if time.monotonic() > told_at:
+            log.warning("%s", silent(SILENT_SECONDS))
+            told_at = deadline
+        return watch()
+
     try:  # in a thread, because torch waits for the greeting of whoever listens there without end
-        store = run_watched(greet, seconds, nobody)
+        return run_watched(greet, seconds, watch_and_tell)
     except TimeoutError:
-        store = None
+        raise RendezvousError(silent(seconds), (0,)) from None
     except (dist.DistError, RuntimeError) as error:
         raise RendezvousError(
-            f"rank {rank} lost the store of rank 0 at {host}:{port} just when it had reached it. (torch says: {error})",
+            f"{caller} {rank} lost the store of {caller} 0 at {host}:{port} just when it had reached it. (torch says: "
+            f"{error})",
             (0,),
         ) from error
-    if store is None:
-        raise RendezvousError(
-            f"rank {rank} found at {host}:{port} a program that is no store of torch's: it did not answer for "
-            f"{seconds:.1f} s. Choose another port for coordinator_addr, on all ranks.",
-            (0,),
-        )
-    return store
 
 
-def answers(host: str, port: int, seconds: float = 1.0) -> bool:
+def answers(host: str, port: int, seconds: float = PROBE_SECONDS) -> bool:
     """Whether somebody listens there."""
     try:
         socket.create_connection((host or "127.0.0.1", port), seconds).close()

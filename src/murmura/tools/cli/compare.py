@@ -30,6 +30,7 @@ from murmura.tools.experiments import report as reports
 from murmura.tools.experiments.breakdown import readable_bytes
 from murmura.tools.experiments.compare_spec import BLOCK_STEPS, ComparisonSpec, parse_link
 from murmura.tools.experiments.comparison import Comparison, Row, contradictions, run_comparison
+from murmura.tools.experiments.runs import only_writer
 from murmura.tools.options import parse_list
 
 COLUMNS = ("contestant", "steps to\ntarget", "seconds to\ntarget", "step\nms", "sent\na step", "final\nloss", "apart")
@@ -97,7 +98,7 @@ def command(
         if any(folder.iterdir()):
             raise ConfigError(f"--out {folder} is not empty. Name a new folder.")
         try:
-            with showing_progress(spec.links) as on_progress:
+            with only_writer(folder), showing_progress(spec.links) as on_progress:
                 comparison, runs = run_comparison(spec, folder, on_progress)
         except KeyboardInterrupt:
             typer.echo(f"interrupted; finished links are in {folder}.", err=True)

@@ -20,7 +20,7 @@ from murmura.tools.cli.output import INTERRUPTED, check_writable
 from murmura.tools.experiments import TASKS
 from murmura.tools.experiments.recipes import configuration
 from murmura.tools.experiments.run_training import Outcome, first_step, train
-from murmura.tools.experiments.runs import RunFolder, settings_of
+from murmura.tools.experiments.runs import RunFolder, only_writer, settings_of
 from murmura.tools.experiments.settings import DEVICES, TRANSPORTS, TrainSettings, merged
 
 DEFAULTS = TrainSettings()
@@ -103,7 +103,7 @@ def command(
             settings, start = TrainSettings(**given), 0
             folder = RunFolder.create(out if out is not None else _new_name(settings))
         try:
-            with showing(settings, folder.part(start), start):
+            with only_writer(folder.path), showing(settings, folder.part(start), start):
                 outcome = train(settings, folder, start=start, trace=trace)
         except KeyboardInterrupt:
             typer.echo(_where_it_stopped(folder), err=True)

@@ -11,16 +11,18 @@ A training writes to a `RunFolder`; a report reads a `Run`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from murmura.checkpoint.files import make_folder
-from murmura.errors import ConfigError, MurmuraError
+from murmura.checkpoint.lock import FolderLock
+from murmura.errors import CheckpointError, ConfigError, MurmuraError
 from murmura.observe import Record, read_records
 from murmura.tools.experiments.machine import Machine
 from murmura.tools.experiments.recipes import configuration
@@ -30,6 +32,18 @@ SCHEMA_VERSION = 1
 FILE = "run.json"
 PART = "from-"
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keep other commands from writing into `folder` meanwhile; a `ConfigError` says which process writes there now."""
+    lock = FolderLock(folder)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(lock.writing())
+        except CheckpointError as error:
+            raise ConfigError(f"{folder}: {error}.") from None
+        yield
 
 
 @dataclass(frozen=True)

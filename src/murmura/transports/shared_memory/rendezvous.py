@@ -20,6 +20,7 @@ import socket
 import struct
 import time
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from murmura.errors import RendezvousError
 from murmura.transports.liveness import open_life_fd
@@ -167,7 +168,7 @@ class _Server:
             with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # it has left again
                 client = _Client(listener.accept()[0], time.monotonic() + GREET_SECONDS)
                 self._waiting[client.connection] = client
-                if _peer_uid(client.connection) != os.getuid():
+                if peer_uid(client.connection) != os.getuid():
                     self._refuse(client, "A process of another user was refused.")
 
     def _read(self, client: _Client) -> None:
@@ -177,6 +178,8 @@ class _Server:
                 os.close(fd)
             # A rank that died before it answered has come all the same: its peers lose it in their first operation.
             died = not message and _readable_now(client.life_fd, DEATH_SECONDS)
+            if died:  # it has proved nothing, so if somebody only seems to have died, nothing is sent there
+                client.connection.shutdown(socket.SHUT_RDWR)
             if not died and not _is_proof(message.get("proof"), self._secret, "client", client.nonce, client.rank):
                 self._refuse(client, "A process that does not know the job's secret was refused.")
             elif client.rank in self._joined:
@@ -197,7 +200,8 @@ class _Server:
 
     def _fault(self, message: dict[str, object], fds: list[int]) -> str:
         rank, believed = message.get("rank"), message.get("world_size")
-        if len(fds) != 1 or type(rank) is not int or not isinstance(message.get("nonce"), str):
+        nonce = message.get("nonce")
+        if len(fds) != 1 or type(rank) is not int or type(believed) is not int or not _is_ascii(nonce):
             return "A process that did not follow the protocol was refused."
         if believed != self._world_size:
             return f"Rank {rank} believes in a world of {believed} ranks, rank 0 in one of {self._world_size}."
@@ -244,7 +248,7 @@ def _holder(address: str) -> str:
         probe.setblocking(False)
         try:
             probe.connect(address)
-            uid = _peer_uid(probe)
+            uid = peer_uid(probe)
         except OSError:  # it has left, or is too busy to say
             return "another world is just being set up under the same name."
     if uid == os.getuid():
@@ -295,7 +299,7 @@ def _join_server(
                 time.sleep(pause)  # nothing to wait on: the socket does not exist yet
                 pause = min(2 * pause, 0.05)
         server.setblocking(True)
-        if _peer_uid(server) != os.getuid():
+        if peer_uid(server) != os.getuid():
             raise RendezvousError(
                 f"rank {rank} found a process of another user at its rendezvous and told it nothing. "
                 "Choose another job_id, and tell whoever runs this machine."
@@ -303,31 +307,34 @@ def _join_server(
         nonce = secrets.token_hex(16)
         _send(server, {"rank": rank, "world_size": world_size, "nonce": nonce, "claim": claim}, [life_fd])
         heard = answer(deadline + ANSWER_SECONDS)
-        if heard is not None and "nonce" in heard[0]:
-            if not _is_proof(heard[0].get("proof"), secret, "server", nonce, 0):
-                raise RendezvousError(
-                    f"rank {rank} found at its rendezvous a rank 0 that does not know the job's secret. Give all "
-                    "ranks the same secret, or this job a job_id of its own.",
-                    (0,),
-                )
-            _send(server, {"proof": _proof(secret, "client", str(heard[0]["nonce"]), rank)})
+        is_rank_zero = heard is not None and _is_proof(heard[0].get("proof"), secret, "server", nonce, 0)
+        if heard is not None and is_rank_zero:
+            _send(server, {"proof": _proof(secret, "client", str(heard[0].get("nonce")), rank)})
             heard = answer(deadline + ANSWER_SECONDS)
         if heard is None:
             raise give_up("for the other ranks to come to rank 0. Its own error names those that did not.")
         message, fds = heard
+    claims = message.get("claims")
+    if is_rank_zero and len(fds) == world_size + 1 and isinstance(claims, list) and len(claims) == world_size:
+        return fds, [str(each) for each in claims]
+    for fd in fds:
+        os.close(fd)
     if "missing" in message:
         missing = message["missing"]
-        raise RendezvousError(f"rank {rank} {message['story']}", tuple(missing) if isinstance(missing, list) else ())
+        raise RendezvousError(
+            f"rank {rank} {message.get('story')}", tuple(missing) if isinstance(missing, list) else ()
+        )
     if "refused" in message:
         raise RendezvousError(f"rank {rank} was refused by rank 0: {message['refused']}")
-    claims = message.get("claims")
-    if len(fds) != world_size + 1 or not isinstance(claims, list) or len(claims) != world_size:
-        for fd in fds:
-            os.close(fd)
+    if message and not is_rank_zero:
         raise RendezvousError(
-            f"rank {rank} lost rank 0 while the world was being set up. Rank 0's own error says why.", (0,)
+            f"rank {rank} found at its rendezvous a rank 0 that does not know the job's secret. Give all ranks the "
+            "same secret, or this job a job_id of its own.",
+            (0,),
         )
-    return fds, [str(each) for each in claims]
+    raise RendezvousError(
+        f"rank {rank} lost rank 0 while the world was being set up. Rank 0's own error says why.", (0,)
+    )
 
 
 def _proof(secret: str, role: str, nonce: str, rank: int) -> str:
@@ -336,10 +343,14 @@ def _proof(secret: str, role: str, nonce: str, rank: int) -> str:
 
 
 def _is_proof(told: object, secret: str, role: str, nonce: str, rank: int) -> bool:
-    return isinstance(told, str) and told.isascii() and hmac.compare_digest(told, _proof(secret, role, nonce, rank))
+    return _is_ascii(told) and hmac.compare_digest(told, _proof(secret, role, nonce, rank))
 
 
-def _peer_uid(connection: socket.socket) -> int:
+def _is_ascii(told: object) -> TypeGuard[str]:
+    return isinstance(told, str) and told.isascii()
+
+
+def peer_uid(connection: socket.socket) -> int:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
 
