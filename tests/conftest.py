@@ -85,7 +85,7 @@ def fork_server() -> None:
     """
     multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "murmura", "murmura.tools.cli.main", "pytest"])
     multiprocessing.forkserver.ensure_running()
-    gc.freeze()  # a collection then looks at what tests have made, not at all that torch imports, in a quarter of a second
+    gc.freeze()  # a collection then skips all that torch imports, which takes a quarter of a second
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from oracles.algorithms.simulation import Task, flat_of
 from worlds import SECONDS
 
 STEPS = 6
+TRAINED = {0: "11001100", 2: "00110011"}  # layers by index, and in which rounds they are
 
 
 def save(ddp: DDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -48,9 +49,16 @@ def run(
     task: Task,
     rounds: Sequence[int],
     saved: Sequence[dict[str, Any]] | None = None,
+    trained: Mapping[int, str] | None = None,
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """This rank's flat and state after each of `rounds`, from the beginning or from what the ranks have saved."""
-    ddp = DDP(task.make_model(), transport, algorithm=algorithm)
+    """This rank's flat and state after each of `rounds`, from the beginning or from what the ranks have saved.
+
+    Layers in `trained` are frozen and thawed before the rounds that it says; what comes before the first of `rounds`
+    is done before the model is wrapped.
+    """
+    model = task.make_model()
+    freeze(model, trained or {}, rounds[0])
+    ddp = DDP(model, transport, algorithm=algorithm)
     optimizer = task.make_optimizer(ddp.parameters())
     if saved is not None:
         own = copy.deepcopy(saved[transport.rank])
@@ -59,6 +67,7 @@ def run(
         ddp.load_algorithm_state_dict(own["algorithm"])
     flats, states = [], []
     for number in rounds:
+        freeze(model, trained or {}, number)
         step(ddp, optimizer, task, number, transport.rank)
         flats.append(flat_of(ddp.module))
         states.append(save(ddp, optimizer))
@@ -66,12 +75,27 @@ def run(
     return flats, states
 
 
-def check_resumption(size: int, algorithm: Algorithm, task: Task, hosts: Sequence[int] | None = None) -> None:
+def freeze(model: nn.Module, trained: Mapping[int, str], number: int) -> None:
+    """Let parameters want gradients as in round `number`."""
+    for index, rounds in trained.items():
+        model.get_submodule(str(index)).requires_grad_(rounds[number] == "1")
+
+
+def check_resumption(
+    size: int,
+    algorithm: Algorithm,
+    task: Task,
+    hosts: Sequence[int] | None = None,
+    *,
+    steps: int = STEPS,
+    cuts: Sequence[int] = (1, 2, 3, 4),
+    trained: Mapping[int, str] | None = None,
+) -> None:
     """Cut the run after a step, before and at and behind the ends of intervals, and go on in a new world."""
-    whole = run_world(run, size, algorithm, task, range(STEPS), hosts=hosts, timeout=SECONDS)
-    for cut in (1, 2, 3, 4):
+    whole = run_world(run, size, algorithm, task, range(steps), None, trained, hosts=hosts, timeout=SECONDS)
+    for cut in cuts:
         saved = [states[cut - 1] for _, states in whole]
-        resumed = run_world(run, size, algorithm, task, range(cut, STEPS), saved, hosts=hosts, timeout=SECONDS)
+        resumed = run_world(run, size, algorithm, task, range(cut, steps), saved, trained, hosts=hosts, timeout=SECONDS)
         for rank in range(size):
             for number, flat in enumerate(resumed[rank][0], start=cut):
                 assert torch.equal(flat, whole[rank][0][number]), f"rank {rank}, cut after {cut}, step {number}"
@@ -80,6 +104,12 @@ def check_resumption(size: int, algorithm: Algorithm, task: Task, hosts: Sequenc
 @every(in_pairs=True)
 def test_a_resumed_run_continues_bit_for_bit(entry: Entry) -> None:
     check_resumption(3, entry.make(), entry.fit(regression("momentum", torch.float32)))
+
+
+@every()
+def test_what_a_run_has_frozen_or_thawed_may_be_so_before_it_is_wrapped_again(entry: Entry) -> None:
+    task = entry.fit(regression("momentum", torch.float32))
+    check_resumption(3, entry.make(), task, steps=8, cuts=(2, 3, 6), trained=TRAINED)
 
 
 class Backwards(nn.Module):

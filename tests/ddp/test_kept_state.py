@@ -92,6 +92,26 @@ def test_another_algorithm_right_after_a_resume_starts_from_equal_moments(
     assert all_equal([[each] for each in on_ranks(run, 2)])
 
 
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce:compressor=topk(ratio=0.25)", "powersgd"])
+def test_a_step_after_the_state_was_loaded_is_a_step(algorithm: str) -> None:
+    """When the next one is skipped, only what its own messages lost is taken back."""
+
+    def run(transport: Transport, loads: bool) -> Tensor:
+        with closing(DDP(mlp(), transport, algorithm=algorithm)) as ddp:
+            optimizer = OPTIMIZERS["momentum"](ddp.module.parameters())
+            for index in range(3):
+                optimizer.zero_grad()
+                ddp(values(4, 4, seed=100 * index + transport.rank)).square().mean().backward()
+                if loads and index == 0:
+                    ddp.load_algorithm_state_dict(ddp.algorithm_state_dict())
+                if index != 1:
+                    optimizer.step()
+            return weights_of(ddp.module)
+
+    for plain, loaded in zip(on_ranks(run, 2, False), on_ranks(run, 2, True), strict=True):
+        assert torch.equal(plain, loaded)
+
+
 def test_phased_resumes_on_its_boundary(tmp_path: Path) -> None:
     algorithm = Phased(LocalSGDAlgorithm(4), 6, then=GradientAllReduceAlgorithm())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 
 import murmura
 from murmura import Algorithm, Compressor, ErrorFeedback, MinMaxUInt8, Neighbours
+from murmura.algorithms import topology_named
 from murmura.algorithms.base import AlgorithmImpl
 from murmura.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
+from murmura.algorithms.topology import Topology
 from murmura.buckets import Bucket
 from sequences.actions import LEARNING_RATE, Choice, Script
 
@@ -23,13 +25,13 @@ Layout = tuple[str, ...]
 def inner_of(name: str) -> Compressor:
     """The compressor inside the error feedback; the simulation shares it."""
     match name:
-        case "topk":
+        case "topk" | "qadam_topk":
             return murmura.TopK(0.25)
         case "randomk":
             return murmura.RandomK(0.4)
         case "sign" | "qadam_sign":
             return murmura.Sign(8)
-        case "uint4":
+        case "uint4" | "streaming_uint4":
             return murmura.MinMaxUInt4(8)
         case "majority_vote":
             return murmura.Sign(scaled=False)
@@ -44,6 +46,19 @@ def lopsided(rank: int, size: int, number: int) -> Neighbours:
         return Neighbours([], [], [1.0])
     former, share = (rank - 1) % size, 0.75 if rank == 0 else 0.5
     return Neighbours([(rank + 1) % size], [former], [share, 0.25 if former == 0 else 0.5])
+
+
+def topology_of(choice: Choice) -> Topology:
+    """Of push_sum another one for each interval, which it does not have."""
+    if choice.name != "push_sum":
+        return topology_named(choice.name)
+    names = {2: "random_matching:seed=7", 3: "one_peer_exponential"}
+    return topology_named(names[choice.interval]) if choice.interval in names else lopsided
+
+
+def options_of(choice: Choice) -> dict[str, Any]:
+    """Of powersgd others for each interval, which it does not have."""
+    return {1: {}, 2: {"warm_start": False}, 3: {"warmup_rounds": 2}}[choice.interval]
 
 
 class WatchedImpl(GradientAllReduceAlgorithmImpl):
@@ -75,7 +90,7 @@ def algorithm_of(choice: Choice, layouts: list[Layout]) -> Algorithm:
         case "majority_vote":
             return Watched(compressor=inner_of(choice.name), layouts=layouts)
         case "powersgd":
-            return murmura.PowerSGDAlgorithm(1, min_compression_rate=1.0)
+            return murmura.PowerSGDAlgorithm(1, min_compression_rate=1.0, **options_of(choice))
         case "decentralized":
             return murmura.DecentralizedAlgorithm(communication_interval=choice.interval)
         case "shift_one":
@@ -86,21 +101,26 @@ def algorithm_of(choice: Choice, layouts: list[Layout]) -> Algorithm:
             return murmura.LowPrecisionDecentralizedAlgorithm(communication_interval=choice.interval)
         case "qadam":
             return murmura.QAdamAlgorithm()
-        case "qadam_sign":
+        case "qadam_sign" | "qadam_topk":
             return murmura.QAdamAlgorithm(compressor=ErrorFeedback(inner_of(choice.name)))
         case "async":
             return murmura.AsyncModelAverageAlgorithm(sync_interval_rounds=choice.interval, warmup_rounds=choice.warmup)
         case "push_sum":
-            return murmura.PushSumAlgorithm(lopsided)
+            return murmura.PushSumAlgorithm(topology_of(choice))
+        case "exponential" | "random_matching":
+            return murmura.DecentralizedAlgorithm(topology=topology_of(choice), communication_interval=choice.interval)
         case "local_sgd":
             return murmura.LocalSGDAlgorithm(choice.interval)
         case "average_moments":
             return murmura.LocalSGDAlgorithm(choice.interval, average_moments=True)
         case "diloco":
             return murmura.DiLoCoAlgorithm(choice.interval)
-        case "streaming_diloco":
+        case "streaming_diloco" | "streaming_uint4":
             fragments = min(2, choice.interval)
-            return murmura.StreamingDiLoCoAlgorithm(choice.interval, fragments=fragments, overlap=1, compressor=None)
+            compressor = ErrorFeedback(inner_of(choice.name)) if choice.name == "streaming_uint4" else None
+            return murmura.StreamingDiLoCoAlgorithm(
+                choice.interval, fragments=fragments, overlap=1, compressor=compressor
+            )
         case "sparse_loco":
             compressor = ErrorFeedback(inner_of(choice.name), decay=0.95)
             return murmura.DiLoCoAlgorithm(choice.interval, 1.0, 0.0, compressor=compressor)

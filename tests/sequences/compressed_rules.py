@@ -1,15 +1,16 @@
 """What each algorithm of few bytes owes its replicas, and over directed graphs: see `rules`.
 
-A step that is skipped leaves nothing: when a round begins and nothing is left of the gradients of the last, without a
-step, what messages lost since counts as it did before. So it does for a parameter that no rank used, whose gradient
-stays None. A draw at random is not taken back. What messages lost stays with its parameter when gradients travel in
-another order; the draws then begin anew.
+A step that is skipped leaves nothing: when a forward or a backward of the root finds nothing left of the gradients of
+the last round, without a step, what messages lost since counts as it did before. So it does for a parameter that no
+rank used, whose gradient stays None. A draw at random is not taken back. What messages lost stays with its parameter
+when gradients travel in another order; the draws then begin anew.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,19 @@ from torch import Tensor
 from murmura import Compressor
 from oracles.algorithms.powersgd import drawn
 from oracles.algorithms.simulation import chunks, there_and_back
-from sequences.algorithms import inner_of, lopsided
-from sequences.rules import AfterStep, DiLoCo, MeanGradients, QAdam, Rule, Waiting, Weights
+from sequences.algorithms import inner_of, options_of, topology_of
+from sequences.rules import (
+    AfterStep,
+    DiLoCo,
+    MeanGradients,
+    Rule,
+    Waiting,
+    Weights,
+    average_gradients,
+    eight_bits,
+    mean_of,
+    mixed_over,
+)
 
 Shares = dict[str, Tensor]
 
@@ -92,6 +104,8 @@ class LossyGradients(MeanGradients):
 
     def take_back_of(self, names: set[str]) -> None:
         """Take back what `before` holds of the parameters `names`."""
+        if self.before is None:
+            return
         now = copy.deepcopy(self.snapshot())
         self.take_back(self.before)
         was = self.snapshot()
@@ -101,13 +115,12 @@ class LossyGradients(MeanGradients):
         """Returns the mean by name of what ranks bring."""
         raise NotImplementedError
 
-    def open(self) -> Waiting:
+    def look(self) -> None:
         gradients = [each.grad for each in self.rank.model.parameters() if each.grad is not None]
         if self.num_rounds and not any(bool(each.any()) for each in gradients):
             if self.before is not None:
                 self.take_back(self.before)
             self.before, self.num_rounds = None, 0
-        yield from ()
 
     def before_step(self) -> Waiting:
         self.before, self.num_rounds = None, 0
@@ -183,6 +196,7 @@ def flat_of(values: Mapping[str, Tensor], like: Mapping[str, Tensor], names: Seq
 class PowerSGD(LossyGradients):
     """M <- g + e; P = mean M Q, normed; Q = mean M^T P; g <- P Q^T; e <- M - P Q^T; of rank one.
 
+    Without a warm start each round draws its Q; in warm-up rounds gradients are averaged as they are.
     A parameter without gradients but zeros sends its errors until their mean is zero but for rounding errors, and so is
     Q then.
     """
@@ -202,9 +216,13 @@ class PowerSGD(LossyGradients):
         self.errors, self.factors, self.noise = copy.deepcopy(snapshot)  # type: ignore[misc]
 
     def mean(self, everyone: list[Shares], used: set[str]) -> Waiting:
+        size, means = len(everyone), {}
+        options = options_of(self.choice)
+        if self.rank.round < options.get("warmup_rounds", 0):
+            return mean_of(everyone)
+        is_warm = options.get("warm_start", True)
         if self.before is None:
             self.before = self.snapshot()
-        size, means = len(everyone), {}
         errors = yield from self.rank.exchange("lost", dict(self.errors))
         for name, first in everyone[0].items():
             height, width = first.shape[0], first[0].numel()
@@ -212,7 +230,7 @@ class PowerSGD(LossyGradients):
                 means[name] = sum(each[name] for each in everyone) / size
                 continue
             matrices = [own[name] + lost.get(name, 0) for own, lost in zip(everyone, errors, strict=True)]
-            factor = normed(self.factors.get(name, drawn(name, width, 1, 0)))
+            factor = normed(self.factors.get(name, drawn(name, width, 1, 0 if is_warm else self.rank.round)))
             p = normed(sum(m @ factor for m in matrices) / size)  # type: ignore[arg-type]
             q = sum(m.T @ p for m in matrices) / size
             means[name] = p @ q.T  # type: ignore[union-attr]
@@ -220,7 +238,8 @@ class PowerSGD(LossyGradients):
             if name in self.noise and not is_noise:
                 raise Undetermined
             self.noise = self.noise | {name} if is_noise else self.noise - {name}
-            self.factors[name] = q if bool((q != 0).any()) else factor  # type: ignore[union-attr, assignment]
+            if is_warm:
+                self.factors[name] = q if bool((q != 0).any()) else factor  # type: ignore[union-attr, assignment]
             self.errors[name] = matrices[self.rank.number] - means[name]
         return means
 
@@ -257,11 +276,14 @@ class PushSum(AfterStep):
         z = self.rank.weights()
         x = {name: self.x[name] + (z[name] - self.x[name] / self.weight_in_mean) for name in self.x}
         everyone = yield from self.rank.exchange("weights", x)
-        shares = [lopsided(rank, size, self.num_exchanges).weights for rank in range(size)]
+        topology, weights = (
+            topology_of(self.choice),
+            [{"w": torch.tensor(each, dtype=torch.float64)} for each in self.w],
+        )
+        self.x = mixed_over(topology, everyone, number, self.num_exchanges)
+        mixed = [mixed_over(topology, weights, rank, self.num_exchanges) for rank in range(size)]
+        self.w = [each["w"].item() for each in mixed]
         self.num_exchanges += 1
-        own, theirs = shares[number]
-        self.x = {name: own * x[name] + theirs * everyone[number - 1][name] for name in x}
-        self.w = [share[0] * self.w[rank] + share[1] * self.w[rank - 1] for rank, share in enumerate(shares)]
         self.rank.write({name: each / self.weight_in_mean for name, each in self.x.items()})
 
 
@@ -292,22 +314,70 @@ class SparseLoCo(DiLoCo):
         self.rank.write(new)
 
 
-class QAdamSign(QAdam):
-    """As QAdam, with one bit an element, and what messages lost added to the next."""
+class QAdam(MeanGradients):
+    """Mean gradients in the warm-up; then q(mean q(m)), before the step, is the first moment of everyone.
+
+    Moments travel in the order of the trainable parameters, chunk r through rank r.
+    """
+
+    def end(self) -> Waiting:
+        if not self.rank.adam().is_warm:
+            yield from average_gradients(self.rank)
+
+    def before_step(self) -> Waiting:
+        adam = self.rank.adam()
+        if not adam.is_warm:
+            return
+        trained = [(name, each) for name, each in self.rank.model.named_parameters() if each.requires_grad]
+        used = {name for name, each in trained if each.grad is not None}
+        everyone = yield from self.rank.exchange("flags", (used, adam.found_infinity))
+        used_anywhere = {name for names, _ in everyone for name in names}
+        if any(found for _, found in everyone):
+            adam.found_infinity = True
+            return
+        for name, parameter in trained:
+            if name in used_anywhere and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        adam.fold()
+        moments = [adam.first(name) for name, _ in trained]
+        everyone = yield from self.rank.exchange("moments", torch.cat([each.reshape(-1) for each in moments]))
+        is_used = [
+            torch.full((each.numel(),), name in used_anywhere) for (name, _), each in zip(trained, moments, strict=True)
+        ]
+        mean = yield from self.quantised_mean(everyone, torch.cat(is_used), [name for name, _ in trained])
+        pieces = torch.split(mean, [each.numel() for each in moments])
+        for (name, _), moment, piece in zip(trained, moments, pieces, strict=True):
+            if name in used_anywhere:
+                moment.copy_(piece.view(moment.shape))
+
+    def quantised_mean(self, everyone: list[Tensor], is_used: Tensor, names: list[str]) -> Generator[Any, Any, Tensor]:
+        """The mean of the moments of `names`, end to end; of an element that nobody uses it comes to nothing."""
+        parts = []
+        for chunk in chunks(everyone[0].numel(), len(everyone)):
+            arrived = [eight_bits(each[chunk]) for each in everyone]
+            parts.append(eight_bits(sum(arrived) / len(arrived)))  # type: ignore[arg-type]
+        yield from ()
+        return torch.cat(parts)
+
+
+class LossyQAdam(QAdam):
+    """As QAdam, with fewer bits, and what messages lost of a parameter added to the next, until it is frozen."""
 
     kept = ("lost", "lost_of_mean")
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
-        self.lost = self.lost_of_mean = torch.zeros(0)
+        self.lost: Shares = {}
+        self.lost_of_mean: Shares = {}
 
-    def quantised_mean(self, everyone: list[Tensor], is_used: Tensor) -> Waiting:
-        if self.lost.shape != everyone[0].shape:
-            self.lost, self.lost_of_mean = torch.zeros_like(everyone[0]), torch.zeros_like(everyone[0])
-        lost = yield from self.rank.exchange("lost", self.lost.clone())
-        mean, now, of_mean = lossy_mean("qadam_sign", everyone, lost, self.lost_of_mean)
-        self.lost = torch.where(is_used, now[self.rank.number], self.lost)
-        self.lost_of_mean = torch.where(is_used, of_mean, self.lost_of_mean)
+    def quantised_mean(self, everyone: list[Tensor], is_used: Tensor, names: list[str]) -> Waiting:
+        like = {name: each.detach() for name, each in self.rank.model.named_parameters()}
+        lost_here, lost_of_mean = (flat_of(each, like, names) for each in (self.lost, self.lost_of_mean))
+        lost = yield from self.rank.exchange("lost", lost_here)
+        mean, now, of_mean = lossy_mean(self.choice.name, everyone, lost, lost_of_mean)
+        numels = [like[name].numel() for name in names]
+        kept = torch.where(is_used, now[self.rank.number], lost_here), torch.where(is_used, of_mean, lost_of_mean)
+        self.lost, self.lost_of_mean = (dict(zip(names, each.split(numels), strict=True)) for each in kept)
         return mean
 
 
@@ -316,5 +386,7 @@ FEW_BYTES: dict[str, type[Rule]] = {
     "powersgd": PowerSGD,
     "push_sum": PushSum,
     "sparse_loco": SparseLoCo,
-    "qadam_sign": QAdamSign,
+    "qadam": QAdam,
+    "qadam_sign": LossyQAdam,
+    "qadam_topk": LossyQAdam,
 }

@@ -83,13 +83,13 @@ class _Walk(Position):
             (self.collect, (3.0 if self.is_pending else 0.7) if self.can_meet else 0.0),
             (
                 self.save,
-                (1.0 if self.is_pending or RESUME in allowed else 0.4) if between and self.can_save else 0.0,
+                (1.0 if self.is_pending or RESUME in allowed else 0.4) if between else 0.0,
             ),
             (self.load, 1.0 if between and self.can_load else 0.0),
             (self.resume, 4.0 if between and self.can_load and RESUME in allowed else 0.0),
             (self.load_weights, 1.0 if between and LOAD in allowed else 0.0),
             (self.switch, 1.0 if between and SWITCH in allowed and self.targets() else 0.0),
-            (self.freeze, 0.3 if is_clean and not self.is_warming and self.optimizer != "qadam" else 0.0),
+            (self.freeze, (2.0 if RESUME in allowed else 0.3) if is_clean and not self.is_warming else 0.0),
             (self.thaw, 3.0 if is_clean and THAW in allowed and self.can_thaw else 0.0),
             (self.join, (1.5 if JOIN in allowed or self.is_pending else 0.3) if between and self.can_join else 0.0),
         ]
@@ -168,7 +168,7 @@ class _Walk(Position):
                 self.forget_live()
 
     def round_ended(self) -> None:
-        self.is_open = self.is_held = self.has_begun = self.has_just_thawed = False
+        self.is_open = self.is_held = self.has_begun = False
         self.round += 1
         self.rounds_of_live += 1
         self.rounds_since_step += 1
@@ -256,7 +256,7 @@ class _Walk(Position):
     def save(self) -> None:
         self.add(Save(len(self.actions) + 1))
         self.collective_point()
-        self.saved = self.choice, self.late_is_frozen, self.round, self.num_steps
+        self.saved = self.choice, self.round, self.num_steps
 
     def load(self) -> None:
         self.add(Load())
@@ -264,7 +264,7 @@ class _Walk(Position):
 
     def loaded(self) -> None:
         assert self.saved is not None
-        *_, self.round, self.num_steps = self.saved
+        _, self.round, self.num_steps = self.saved
         self.changed_weights()
         self.zero_grad(to_none=True)
         self.rounds_since_step = 0
@@ -305,7 +305,6 @@ class _Walk(Position):
         if self.spare_is_frozen:
             self.use(THAW)
             self.add(Thaw("spare"))
-            self.has_just_thawed = True
         else:
             self.add(Freeze("spare"))
             self.zero_grad(to_none=True)
@@ -315,7 +314,7 @@ class _Walk(Position):
     def thaw(self) -> None:
         self.use(THAW)
         self.add(Thaw("late"))
-        self.late_is_frozen, self.has_just_thawed = False, True
+        self.late_is_frozen = False
         self.forget_live()
 
     def join(self) -> None:
@@ -332,7 +331,6 @@ class _Walk(Position):
         self.num_slots += max(lengths)
         steps = -(-max(lengths) // every)
         self.round += backwards * max(lengths)
-        self.has_just_thawed = False
         self.num_steps += steps
         self.stepped = set(range(self.num_ranks))
         self.changed_weights()

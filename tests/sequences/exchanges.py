@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,23 @@ class Board:
 
     def values(self, key: Key) -> list[Any]:
         return [value for _, value in sorted(self.brought[key].items(), key=lambda each: each[0])]
+
+
+def result_of(kind: str, everyone: Sequence[tuple[float, Mapping[str, Tensor], float]]) -> list[float]:
+    """What a collective of that kind returns; ranks bring a number, parameters, and their weight in the mean."""
+    numbers, replicas = [number for number, *_ in everyone], [each for _, each, _ in everyone]
+    mean = {name: sum(share * each[name] for _, each, share in everyone) / len(everyone) for name in replicas[0]}
+    if kind == "average_losses":
+        counts = [rank + 1 for rank in range(len(everyone))]
+        return [sum(value * count for value, count in zip(numbers, counts, strict=True)) / sum(counts)]
+    if kind in ("all_reduce", "channel"):
+        return [sum(numbers)]
+    if kind == "consensus":
+        squares = [sum(float((own[name] - mean[name]).square().sum()) for name in mean) for own in replicas]
+        return [(sum(squares) / len(squares)) ** 0.5]
+    if kind == "average":
+        return [float(sum(each.sum() for each in mean.values()))]  # type: ignore[union-attr]
+    return []
 
 
 class Adam:

@@ -55,6 +55,8 @@ class Streaming(AfterStep):
         self.due: list[int] = []
         self.theta: Weights = {}
         self.velocity: Weights = {}
+        self.lost: Weights = {}
+        self.lost_of_mean: Weights = {}
         self.take_in([name for name, _ in self.rank.included()])
         self.key: object = None  # of the fragment that travels
         self.pieces: list[Piece] = []
@@ -137,7 +139,7 @@ class Streaming(AfterStep):
             piece: part(self.theta, piece) - part(now, piece) if piece[0] in self.theta else part(now, piece)
             for piece in self.pieces
         }
-        self.key = self.rank.post("fragments", own)
+        self.key = self.rank.post("fragments", (own, self.lost_of(self.lost)))
 
     def pieces_of(self, now: Weights, index: int) -> list[Piece]:
         chunk = chunks(sum(each.numel() for each in self.theta.values()), self.fragments)[index]
@@ -158,7 +160,7 @@ class Streaming(AfterStep):
             return
         everyone = yield self.key
         self.key, self.arrived = None, []
-        for piece, change in mean_of(everyone).items():
+        for piece, change in self.mean([own for own, _ in everyone], [lost for _, lost in everyone]).items():
             if piece[0] in self.theta:
                 velocity, theta = part(self.velocity, piece), part(self.theta, piece)
                 velocity.copy_(0.9 * velocity + change)
@@ -167,6 +169,13 @@ class Streaming(AfterStep):
             else:
                 self.arrived.append(change)
 
+    def mean(self, everyone: list[dict[Piece, Tensor]], lost: list[Tensor]) -> dict[Piece, Tensor]:
+        return mean_of(everyone)  # type: ignore[arg-type, return-value]
+
+    def lost_of(self, lost: Weights) -> Tensor:
+        """What messages lost of the pieces under way, end to end."""
+        return torch.cat([part(lost, piece) for piece in self.pieces if piece[0] in lost] or [torch.zeros(0)])
+
     def take_over(self) -> None:
         now = self.rank.weights()
         for piece, new in zip(self.pieces, self.arrived, strict=True):
@@ -174,6 +183,27 @@ class Streaming(AfterStep):
             x.copy_((x + new) / 2)
         self.rank.write({name: now[name] for name, *_ in self.pieces})
         self.pieces, self.arrived = [], []
+
+
+class LossyStreaming(Streaming):
+    """As Streaming, with few bits, and what messages lost added to the next; buffers go as they are."""
+
+    kept = (*Streaming.kept, "lost", "lost_of_mean")
+
+    def take_in(self, names: list[str]) -> None:
+        super().take_in(names)
+        for name in names:
+            self.lost[name], self.lost_of_mean[name] = (torch.zeros_like(self.theta[name]) for _ in range(2))
+
+    def mean(self, everyone: list[dict[Piece, Tensor]], lost: list[Tensor]) -> dict[Piece, Tensor]:
+        pieces = [piece for piece in self.pieces if piece[0] in self.theta]
+        values = [torch.cat([own[piece] for piece in pieces]) for own in everyone]
+        mean, now, of_mean = lossy_mean(self.choice.name, values, lost, self.lost_of(self.lost_of_mean))
+        numels = [last - first for _, first, last in pieces]
+        for piece, own, common in zip(pieces, now[self.rank.number].split(numels), of_mean.split(numels), strict=True):
+            part(self.lost, piece).copy_(own)
+            part(self.lost_of_mean, piece).copy_(common)
+        return super().mean(everyone, lost) | dict(zip(pieces, mean.split(numels), strict=True))
 
 
 def part(values: Weights, piece: Piece) -> Tensor:
@@ -185,4 +215,5 @@ LOCAL: dict[str, type[Rule]] = {
     "majority_vote": MajorityVote,
     "average_moments": WithMoments,
     "streaming_diloco": Streaming,
+    "streaming_uint4": LossyStreaming,
 }

@@ -28,8 +28,12 @@ ALGORITHMS = (
     "majority_vote",
     "average_moments",
     "streaming_diloco",
+    "streaming_uint4",
+    "qadam_topk",
+    "exponential",
+    "random_matching",
 )
-OF_QADAM = ("qadam", "qadam_sign")
+OF_QADAM = ("qadam", "qadam_sign", "qadam_topk")
 LOSSY = ("topk", "randomk", "sign", "uint4", "powersgd", "majority_vote")
 OF_GRADIENTS = ("gradient_allreduce", "bytegrad", *LOSSY, *OF_QADAM)
 
@@ -59,8 +63,8 @@ class Position:
         self.num_steps = 0
         self.stepped: set[int] = set()
         self.is_pending = False
-        self.late_is_frozen, self.spare_is_frozen, self.has_just_thawed = True, False, False
-        self.saved: tuple[Choice, bool, int, int] | None = None
+        self.late_is_frozen, self.spare_is_frozen = True, False
+        self.saved: tuple[Choice, int, int] | None = None
 
     def draw_choice(self, name: str) -> Choice:
         chance = self.chance
@@ -109,12 +113,7 @@ class Position:
 
     @property
     def can_load(self) -> bool:
-        return self.saved is not None and self.saved[:2] == (self.choice, self.late_is_frozen) and self.can_save
-
-    @property
-    def can_save(self) -> bool:
-        """Whether a checkpoint would hold what is trainable now."""
-        return not self.spare_is_frozen and not self.has_just_thawed
+        return self.saved is not None and self.saved[0] == self.choice
 
     def targets(self) -> list[str]:
         """The algorithms that may follow."""

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from murmura.algorithms.topology import Topology
 from oracles import minmax
 from oracles.algorithms.peers import shift_one
-from oracles.algorithms.simulation import chunks
 from sequences.actions import Choice
+from sequences.algorithms import topology_of
 
 if TYPE_CHECKING:
     from sequences.simulation import Replica
@@ -58,6 +59,9 @@ class Rule:
 
     def take_in(self, names: list[str]) -> None:
         """Parameters that were thawed belong to the model from now on."""
+
+    def look(self) -> None:
+        """Look at the gradients before a forward between two rounds, or before a round's first backward of the root."""
 
     def open(self) -> Waiting:
         yield from ()
@@ -120,8 +124,6 @@ def average_gradients(rank: Replica) -> Waiting:
 class Decentralized(Rule):
     """A(x_t) is formed of what was read when the round began, and written before the step, or when it is settled."""
 
-    mode = "all"
-
     def begin(self) -> None:
         self.read: Weights | None = None  # x_t
         self.key: Any = None
@@ -141,7 +143,7 @@ class Decentralized(Rule):
     def mixed(self) -> Generator[Any, Any, Weights]:
         """The weights with A(x_t) in the place of x_t."""
         everyone = yield self.key
-        average = mean_of(everyone if self.mode == "all" else self.pair(everyone))
+        average = self.average(everyone)
         read, now = self.read, self.rank.weights()
         assert read is not None
         return {
@@ -149,9 +151,8 @@ class Decentralized(Rule):
             for name, x in now.items()
         }
 
-    def pair(self, everyone: list[Weights]) -> list[Weights]:
-        peer = shift_one(len(everyone), self.meeting)[self.rank.number]
-        return [everyone[each] for each in sorted({peer, self.rank.number})]
+    def average(self, everyone: list[Weights]) -> Weights:
+        return mean_of(everyone)
 
     def settle(self) -> Waiting:
         if self.read is not None:
@@ -164,7 +165,21 @@ class Decentralized(Rule):
 
 
 class ShiftOne(Decentralized):
-    mode = "shift_one"
+    def average(self, everyone: list[Weights]) -> Weights:
+        peer = shift_one(len(everyone), self.meeting)[self.rank.number]
+        return mean_of([everyone[each] for each in sorted({peer, self.rank.number})])
+
+
+class OverGraph(Decentralized):
+    def average(self, everyone: list[Weights]) -> Weights:
+        return mixed_over(topology_of(self.choice), everyone, self.rank.number, self.meeting)
+
+
+def mixed_over(topology: Topology, everyone: list[Weights], number: int, meeting: int) -> Weights:
+    """What rank `number` makes of what all hold."""
+    _, senders, (own, *shares) = topology(number, len(everyone), meeting)
+    parts = [(own, everyone[number]), *((share, everyone[each]) for share, each in zip(shares, senders, strict=True))]
+    return {name: sum(share * each[name] for share, each in parts) for name in everyone[number]}  # type: ignore[misc]
 
 
 class AfterStep(Rule):
@@ -328,59 +343,14 @@ class Async(Rule):
             self.rank.write({name: now[name] + each for name, each in change.items()})
 
 
-class QAdam(MeanGradients):
-    """Mean gradients in the warm-up; then q(mean q(m)), before the step, is the first moment of everyone.
-
-    Moments travel in the order of the trainable parameters, chunk r through rank r.
-    """
-
-    def end(self) -> Waiting:
-        if not self.rank.adam().is_warm:
-            yield from average_gradients(self.rank)
-
-    def before_step(self) -> Waiting:
-        adam = self.rank.adam()
-        if not adam.is_warm:
-            return
-        trained = [(name, each) for name, each in self.rank.model.named_parameters() if each.requires_grad]
-        used = {name for name, each in trained if each.grad is not None}
-        everyone = yield from self.rank.exchange("flags", (used, adam.found_infinity))
-        used_anywhere = {name for names, _ in everyone for name in names}
-        if any(found for _, found in everyone):
-            adam.found_infinity = True
-            return
-        for name, parameter in trained:
-            if name in used_anywhere and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        adam.fold()
-        moments = [adam.first(name) for name, _ in trained]
-        everyone = yield from self.rank.exchange("moments", torch.cat([each.reshape(-1) for each in moments]))
-        is_used = [
-            torch.full((each.numel(),), name in used_anywhere) for (name, _), each in zip(trained, moments, strict=True)
-        ]
-        mean = yield from self.quantised_mean(everyone, torch.cat(is_used))
-        pieces = torch.split(mean, [each.numel() for each in moments])
-        for (name, _), moment, piece in zip(trained, moments, pieces, strict=True):
-            if name in used_anywhere:
-                moment.copy_(piece.view(moment.shape))
-
-    def quantised_mean(self, everyone: list[Tensor], is_used: Tensor) -> Generator[Any, Any, Tensor]:
-        """The mean; of an element that nobody uses it comes to nothing."""
-        parts = []
-        for chunk in chunks(everyone[0].numel(), len(everyone)):
-            arrived = [eight_bits(each[chunk]) for each in everyone]
-            parts.append(eight_bits(sum(arrived) / len(arrived)))  # type: ignore[arg-type]
-        yield from ()
-        return torch.cat(parts)
-
-
 RULES: dict[str, Callable[[Any, Choice], Rule]] = {
     "gradient_allreduce": MeanGradients,
     "bytegrad": MeanGradients,
     "decentralized": Decentralized,
     "shift_one": ShiftOne,
+    "exponential": OverGraph,
+    "random_matching": OverGraph,
     "low_precision_decentralized": LowPrecision,
-    "qadam": QAdam,
     "async": Async,
     "local_sgd": LocalSGD,
     "diloco": DiLoCo,

@@ -66,7 +66,7 @@ from sequences.actions import (
 )
 from sequences.algorithms import Layout, optimizer_of
 from sequences.compressed_rules import FEW_BYTES, Undetermined
-from sequences.exchanges import Adam, Board, Key
+from sequences.exchanges import Adam, Board, Key, result_of
 from sequences.local_rules import LOCAL
 from sequences.rules import RULES, Rule, Waiting, Weights, mean_of
 
@@ -171,6 +171,8 @@ class Replica:
     def forward(self, kind: str, in_eval: bool, spare: bool, x: Tensor, y: Tensor) -> Generator[Any, Any, Tensor]:
         if kind != "raw":
             yield from self.settle()
+            if not self.is_open and not self.is_held:
+                self.rule.look()
         if kind in ("ddp", "module") and not in_eval and not self.is_open:
             yield from self.open_round()
             yield from self.take_pending_buffers()
@@ -180,7 +182,9 @@ class Replica:
         self.model.train()
         return loss
 
-    def backward(self, loss: Tensor, retain: bool, synchronises: bool) -> Waiting:
+    def backward(self, loss: Tensor, retain: bool, synchronises: bool, passes_root: bool = True) -> Waiting:
+        if passes_root and not self.is_held:
+            self.rule.look()
         trained = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
         found = torch.autograd.grad(
             loss, [each for _, each in trained], retain_graph=retain, allow_unused=True, materialize_grads=False
@@ -242,7 +246,7 @@ class Replica:
                 passes_root = any(self.losses[slot][1].is_root for slot in action.slots)
                 inside = self.last_root_in_no_sync if passes_root else action.in_no_sync
                 total = torch.stack([self.losses[slot][0] for slot in action.slots]).sum()
-                yield from self.backward(total, action.retain, not inside)
+                yield from self.backward(total, action.retain, not inside, passes_root)
             case Sync():
                 yield from self.end_round()
             case Step():
@@ -266,6 +270,7 @@ class Replica:
                     "optimizer": copy.deepcopy(self.optimizer.state_dict()),
                     "rule": self.rule.state(),
                     "round": self.round,
+                    "parameters": (set(self.known), set(self.placed)),
                 }
             case Load():
                 yield from self.settle()
@@ -275,8 +280,6 @@ class Replica:
                 self.model.zero_grad()
                 self.optimizer = self.make_optimizer()
                 self.rule = self.make_rule()
-                self.known = self.trained()
-                self.placed = set(self.known)
                 self.load()
             case LoadWeights():
                 yield from self.load_weights(action)
@@ -300,27 +303,14 @@ class Replica:
 
     def collect(self, kind: str, at: int) -> Waiting:
         parameters = {name: each.detach().clone() for name, each in self.model.named_parameters()}
-        channel = "user"
-        weight = self.rule.weight_in_mean
-        everyone = yield from self.exchange(channel, (float(self.number + at), parameters, weight))
-        numbers, replicas = [number for number, *_ in everyone], [each for _, each, _ in everyone]
-        mean = mean_of([{name: share * each[name] for name in each} for _, each, share in everyone])
-        if kind == "average_losses":
-            counts = [rank + 1 for rank in range(len(everyone))]
-            total = sum(value * count for value, count in zip(numbers, counts, strict=True))
-            self.results = [total / sum(counts)]
-        elif kind in ("all_reduce", "channel"):
-            self.results = [sum(numbers)]
-        elif kind == "consensus":
-            squares = [sum(float((own[name] - mean[name]).square().sum()) for name in mean) for own in replicas]
-            self.results = [(sum(squares) / len(squares)) ** 0.5]
-        elif kind == "average":
-            self.results = [float(sum(each.sum() for each in mean.values()))]
+        mine = (float(self.number + at), parameters, self.rule.weight_in_mean)
+        self.results = result_of(kind, (yield from self.exchange("user", mine)))
 
     def load(self) -> None:
         self.model.load_state_dict(self.saved["model"])
         self.optimizer.load_state_dict(copy.deepcopy(self.saved["optimizer"]))
         self.round = self.saved["round"]
+        self.known, self.placed = map(set, self.saved["parameters"])
         self.rule.begin()
         self.rule.restore(self.saved["rule"])
 

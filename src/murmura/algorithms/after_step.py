@@ -142,9 +142,9 @@ class AfterStepImpl(AlgorithmImpl, ABC):
             raise
         return here or bool(vote.item())
 
-    def parameters_added(self) -> None:
+    def parameters_changed(self) -> None:
         state = self.state_dict()
-        self._weights = self._weights.extended()
+        self._weights = FlatWeights(self._replica)
         self.use(self._weights)
         self.take_state(state)
 

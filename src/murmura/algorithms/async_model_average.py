@@ -111,11 +111,12 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._unapplied = []
         self._loop.correct(lambda flats: None)
 
-    def parameters_added(self) -> None:
+    def parameters_changed(self) -> None:
+        assert self._replica is not None
         was_running = self._is_running
         self.abort()
         self._loop.close()
-        self._use(self._weights.extended())
+        self._use(FlatWeights(self._replica))
         self._is_running = was_running
         if was_running:
             self.resume()

@@ -59,6 +59,9 @@ class Replica(Protocol):
         """The channel of this model."""
         ...
 
+    trained: set[str]
+    """The names of the parameters that take part: trainable when the algorithm started, or at some time since."""
+
     moments_may_differ: bool
     """Whether optimizers that have not stepped yet may hold moments of replicas that differed."""
 
@@ -175,8 +178,11 @@ class AlgorithmImpl:
     def before_replan(self, buckets: Sequence[Bucket]) -> None:
         """Called on all ranks before gradients move to other `buckets`: what is kept by element moves along."""
 
-    def parameters_added(self) -> None:
-        """Called on all ranks when parameters that were frozen until now take part from this round on."""
+    def parameters_changed(self) -> None:
+        """Called on all ranks when other parameters take part from now on (`Replica.trained`).
+
+        Some were thawed, or the state of a run in which others took part is about to be loaded.
+        """
 
     def weights_replaced(self) -> None:
         """Called when other weights have been loaded, on every rank: what was derived from the former ones is void."""

@@ -125,9 +125,9 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
             pending, self._pending = self._pending, None
             pending.wait()
 
-    def parameters_added(self) -> None:
+    def parameters_changed(self) -> None:
         self.settle()
-        self._use(self._weights.extended())
+        self._use(FlatWeights(self._replica))
 
     def close(self) -> None:
         self._channel.close()

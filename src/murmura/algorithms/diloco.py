@@ -21,7 +21,7 @@ from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import LOCAL_STEPS, register_algorithm
 from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import FlatWeights, Piece, as_real
-from murmura.buckets.flat import plain_memory
+from murmura.buckets.flat import FlatTensors, plain_memory
 from murmura.collectives.chunks import chunk_bounds
 from murmura.compressors import Compressor
 from murmura.errors import ConfigError, MurmuraError
@@ -216,12 +216,12 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
             self._channel.close()
         self._codec.close()
 
-    # Parameters that are added
+    # Other parameters
 
-    def parameters_added(self) -> None:
+    def parameters_changed(self) -> None:
         self._await_exchange()
         residuals = self._residuals()
-        super().parameters_added()
+        super().parameters_changed()
         self._set_residuals(*residuals)
 
     def _residuals(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -305,31 +305,21 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
             for each in state["compressed"]:
                 check_residuals(each, self.compressor)
             self._check_same_cut(state)
-            for mean, each in zip(self._means(), state["compressed"], strict=True):
-                mean.check_state(each)
+            for each in state["compressed"]:
+                check_residuals(each, self.compressor, self._channel.world_size)
 
     def _check_same_cut(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state with other fragments than those here: compression residuals belong to fragments."""
-        saved, here = len(state["compressed"]), len(self._means())
+        """Refuse a state with other fragments than its parameters have here: residuals belong to fragments."""
+        parameters = dict(zip(self._replica.names, self._replica.parameters, strict=True))
+        numels = FlatTensors([parameters[name] for name in state["theta"]]).numels
+        is_compressed = self.compressor is not None and self._channel.world_size > 1
+        saved, here = len(state["compressed"]), sum(min(self.fragments, numel) for numel in numels if is_compressed)
         if saved != here:
             raise ConfigError(
                 f"this state holds the compression residuals of {saved} parts, and here are {here}: one for each "
                 "fragment and dtype, none without a compressor or in a world of one. Resume with the same options, or "
                 "leave the algorithm's state out."
             )
-        names = {name for each in self._weights.parameters_of for name in each}
-        saved_names = set(state["theta"])
-        for these, when, flag, change in (
-            (saved_names - names, "when the state was saved", "trainable", "freeze"),
-            (names - saved_names, "here", "frozen", "thaw"),
-        ):
-            if these:
-                raise ConfigError(
-                    f"{', '.join(map(repr, sorted(these)))} took part only {when}, so the fragments differ, and the "
-                    f"compression residuals in this state belong to those of the save. Let them be {flag} when the "
-                    f"model is wrapped, and {change} them after the state is loaded, or leave the "
-                    "algorithm's state out."
-                )
 
     def _by_name(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
         named = self._weights.by_name(self._as_flats(values))

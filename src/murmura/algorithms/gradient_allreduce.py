@@ -106,6 +106,7 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         self._rounds_since_step = 0
         for mean in self._means.values():
             mean.forget_kept()
+        self._restored = {index: {**state, "kept": None} for index, state in self._restored.items()}
 
     def before_replan(self, buckets: Sequence[Bucket]) -> None:
         if not self._exchanges_compressed or self.compressor is None or not carries_state(self.compressor):

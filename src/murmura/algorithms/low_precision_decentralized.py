@@ -102,9 +102,9 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
         super().weights_replaced()
         self._loaded = [flat.clone() for flat in self._flats]
 
-    def parameters_added(self) -> None:
+    def parameters_changed(self) -> None:
         loaded = self._weights.by_name(self._loaded) if self._is_restarted else {}
-        super().parameters_added()
+        super().parameters_changed()
         if loaded:
             self._loaded = [flat.clone() for flat in self._flats]  # what was frozen until now is as it was loaded
             self._weights.load_by_name(self._loaded, loaded)

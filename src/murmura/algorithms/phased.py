@@ -106,8 +106,8 @@ class PhasedImpl(AlgorithmImpl):
     def before_replan(self, buckets: Sequence[Bucket]) -> None:
         self.running.before_replan(buckets)
 
-    def parameters_added(self) -> None:
-        self.running.parameters_added()
+    def parameters_changed(self) -> None:
+        self.running.parameters_changed()
 
     def weights_replaced(self) -> None:
         self.running.weights_replaced()

@@ -20,7 +20,7 @@ from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer
 from murmura.algorithms.traffic import mean_bytes
-from murmura.algorithms.weights import as_real
+from murmura.algorithms.weights import as_real, of_another_model
 from murmura.buckets import Bucket
 from murmura.buckets.flat import FlatTensors
 from murmura.compressors import Compressor, MinMaxUInt8
@@ -60,7 +60,6 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._flats: list[Tensor] = []
         self._means: list[CompressedMean] = []
         self._layouts: list[tuple[list[str], list[int]]] = []  # the parameters of each, and how many real numbers each
-        self._restored: Sequence[Mapping[str, Any]] = ()  # states of means that have not been made yet
 
     @property
     def exchanges(self) -> Exchanges:  # type: ignore[override]  # changes when the warm-up ends
@@ -178,7 +177,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         """
         own = zip(self._replica.names, self._replica.parameters, strict=True)
         names = [name for name, each in own if each.requires_grad]
-        numels = [each.numel() * (2 if each.is_complex() else 1) for each in moments]
+        numels = [_num_reals(each) for each in moments]
         layouts = [
             ([names[each] for each in group.members], [numels[each] for each in group.members])
             for group in flat_moments.groups
@@ -188,21 +187,19 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         residuals: dict[str, Residual] = {}
         for mean, layout in zip(self._means, self._layouts, strict=False):
             residuals |= mean.residuals(*layout)
-        leaders, self._layouts = self._hierarchy.leaders, layouts
-        self._flats = flat_moments.allocate(self.process_group.allocate)
-        self._means = []
-        if leaders is not None and leaders.world_size > 1:
-            shares = self._hierarchy.shares
-            self._means = [
-                compressed_mean(leaders, as_real(flat), self.compressor, self._codec, shares=shares)
-                for flat in self._flats
-            ]
+        self._use(flat_moments.allocate(self.process_group.allocate), layouts)
         for mean, layout in zip(self._means, layouts, strict=False):
             if residuals:
                 mean.set_residuals(*layout, residuals)
-        for mean, state in zip(self._means, self._restored, strict=False):
-            mean.load_state_dict(state)
-        self._restored = ()
+
+    def _use(self, flats: list[Tensor], layouts: list[tuple[list[str], list[int]]]) -> None:
+        """Average `flats` between hosts from now on, in which moments lie as `layouts` say."""
+        self._flats, self._layouts, self._means = flats, layouts, []
+        leaders, shares = self._hierarchy.leaders, self._hierarchy.shares
+        if leaders is not None and leaders.world_size > 1:
+            self._means = [
+                compressed_mean(leaders, as_real(flat), self.compressor, self._codec, shares=shares) for flat in flats
+            ]
 
     def _check_covers(self, optimizer: QAdamOptimizer) -> None:
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -217,17 +214,41 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._codec.close()
 
     def state_dict(self) -> dict[str, Any]:
-        compressed = [mean.state_dict() for mean in self._means] if self._means else self._restored
-        return {"is_warm": self.exchanges is Exchanges.MOMENTA, "compressed": list(compressed)}
+        return {
+            "is_warm": self.exchanges is Exchanges.MOMENTA,
+            "layouts": [(list(names), list(numels)) for names, numels in self._layouts],
+            "compressed": [mean.state_dict() for mean in self._means],
+        }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         leaders = self._hierarchy.leaders
         for each in state["compressed"]:
             check_residuals(each, self.compressor, None if leaders is None else leaders.world_size)
+        parameters = self._by_name()
+        for name, numel in itertools.chain.from_iterable(itertools.starmap(zip, state["layouts"])):
+            if name not in parameters or _num_reals(parameters[name]) != numel:
+                raise of_another_model(name, numel)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The moments lie as in the run that was saved until a step finds others trainable."""
         self._was_warm = state["is_warm"]
-        self._restored, self._layouts, self._means = state["compressed"], [], []
+        parameters = self._by_name()
+        groups = [[parameters[name] for name in names] for names, _ in state["layouts"]]
+        flats = [
+            self.process_group.allocate(sum(each.numel() for each in group), group[0].dtype, group[0].device)
+            for group in groups
+        ]
+        self._use(flats, [(list(names), list(numels)) for names, numels in state["layouts"]])
+        for mean, saved in zip(self._means, state["compressed"], strict=False):
+            mean.load_state_dict(saved)
+
+    def _by_name(self) -> dict[str, nn.Parameter]:
+        return dict(zip(self._replica.names, self._replica.parameters, strict=True))
+
+
+def _num_reals(tensor: Tensor) -> int:
+    """How many real numbers `tensor` holds."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 @register_algorithm("qadam")

@@ -23,7 +23,8 @@ def replace_algorithm(running: AlgorithmImpl, algorithm: Algorithm, replica: Rep
     """Close `running` and return what runs `algorithm`, not yet set up. Collective, between rounds.
 
     Replicas that `running` let differ start again from the mean of their weights and of their optimizers' moments;
-    moments of an optimizer that is not known yet are averaged when it is. If `algorithm` is refused, `running` goes on.
+    moments of an optimizer that is not known yet are averaged when it is. What is frozen now takes part no more. If
+    `algorithm` is refused, `running` goes on.
     """
     successor = algorithm.reify(replica.transport)
     running.settle()
@@ -36,6 +37,8 @@ def replace_algorithm(running: AlgorithmImpl, algorithm: Algorithm, replica: Rep
         replica.moments_may_differ = False
     elif replica.moments_may_differ:
         average_moments(replica, replica.optimizers)
+    parameters = zip(replica.names, replica.parameters, strict=True)
+    replica.trained = {name for name, parameter in parameters if parameter.requires_grad}
     return successor
 
 

@@ -25,26 +25,22 @@ class Piece(NamedTuple):
 class FlatWeights(FlatTensors):
     """Moves the weights of `replica` into flat tensors and back.
 
-    The weights are the parameters that were trainable when this was made, or all, and the buffers that have a mean. The
+    The weights are the parameters that took part when this was made, or all, and the buffers that have a mean. The
     replica's own tensors stay where they are.
     """
 
-    def __init__(self, replica: Replica, *, with_frozen: bool = False, also: Sequence[str] = ()) -> None:
+    def __init__(self, replica: Replica, *, with_frozen: bool = False) -> None:
         if not hasattr(replica, "buffer_names"):
             raise UsageError(f"replica={replica!r} is no Replica: give what setup(replica) gets.")
         self._replica = replica
         chosen = {
             name: parameter
             for name, parameter in zip(replica.names, replica.parameters, strict=True)
-            if parameter.requires_grad or with_frozen or name in also
+            if with_frozen or name in replica.trained
         }
         self._names = list(chosen)
         self._parameters: list[Tensor] = list(chosen.values())
         super().__init__(self._tensors())
-
-    def extended(self) -> FlatWeights:
-        """The same with the parameters that have become trainable since."""
-        return FlatWeights(self._replica, also=self._names)
 
     @property
     def num_parameter_elements(self) -> list[int]:
@@ -117,8 +113,8 @@ class FlatWeights(FlatTensors):
         return {name: part.clone() for name, part in self._parts(flats).items()}
 
     def check_by_name(self, saved: Mapping[str, Tensor]) -> None:
-        """Raise `ConfigError` if `saved` holds what no weight has, or another number of elements of one."""
-        tensors = self._by_name()
+        """Raise `ConfigError` if `saved` holds what the model has not, or another number of elements of it."""
+        tensors = self._with_others()
         for name, value in saved.items():
             if not self._is_known(name) or (name in tensors and tensors[name].numel() != value.numel()):
                 raise of_another_model(name, value.numel())
@@ -133,17 +129,21 @@ class FlatWeights(FlatTensors):
 
     def held_pieces(self, pieces: Sequence[Piece], values: Tensor) -> tuple[list[Piece], Tensor]:
         """Those of the saved `pieces` that are weights here, and a copy of their part of `values`."""
-        tensors = self._by_name()
+        tensors, others = self._by_name(), self._with_others()
         for name, _, stop in pieces:
-            if not self._is_known(name) or (name in tensors and stop > tensors[name].numel()):
+            if not self._is_known(name) or (name in others and stop > others[name].numel()):
                 raise of_another_model(name, stop)
         parts = torch.split(values, [stop - start for _, start, stop in pieces])
         held = [(piece, part) for piece, part in zip(pieces, parts, strict=True) if piece.name in tensors]
         return [piece for piece, _ in held], torch.cat([part for _, part in held]) if held else values.new_empty(0)
 
     def _is_known(self, name: str) -> bool:
-        """Whether the model has it; it may be frozen, and so no weight."""
+        """Whether the model has it; it may be no weight."""
         return name in self._replica.names or name in self._replica.buffer_names
+
+    def _with_others(self) -> dict[str, Tensor]:
+        """The weights, and the parameters that do not take part."""
+        return {**dict(zip(self._replica.names, self._replica.parameters, strict=True)), **self._by_name()}
 
     def _parts(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         return {name: part.view(-1) for name, part in zip(self._all_names(), self.parts(flats), strict=True)}

@@ -294,11 +294,16 @@ class DDP(TorchSurface):
             "name": type(self.algorithm).__name__,
             "round": self._replica.round,
             "plan": self._driver.planner.state_dict(),
+            "trained": self._driver.trained.state_dict(),
             "algorithm": self.algorithm.state_dict(),
         }
 
     def load_algorithm_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `algorithm_state_dict` returned on this rank; load the weights before."""
+        """Take over what `algorithm_state_dict` returned on this rank; load the weights before. Collective.
+
+        The same parameters take part as in the run that was saved: one that was frozen when this model was wrapped
+        counts as frozen since.
+        """
         if state["name"] != type(self.algorithm).__name__:
             raise ConfigError(
                 f"this state was saved by {state['name']}, and {type(self.algorithm).__name__} is running. Wrap the "
@@ -307,7 +312,7 @@ class DDP(TorchSurface):
         self.algorithm.check_state(state["algorithm"])
         self._driver.settling.settle()
         self._driver.reducer.load_plan(state["plan"])
-        self._driver.trained.resume()
+        self._driver.trained.load_state_dict(state.get("trained"), self.algorithm)
         self._replica.round = state["round"]
         self.algorithm.load_state_dict(state["algorithm"])
 

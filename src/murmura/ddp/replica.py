@@ -55,6 +55,7 @@ class ModelReplica:
         self._packed: _Packed | None = None  # tensors on a GPU that were broadcast last
         self.names = [name for name in parameters if name not in ignore]
         self.parameters = [parameters[name] for name in self.names]
+        self.trained = {self.names[index] for index in self.trainable()}
         self.buffer_names = [name for name in buffers if name not in ignore]
         self._buffers_of: dict[tuple[str, ...], list[str]] = {}  # by path of the module that has them
         for name in self.buffer_names:

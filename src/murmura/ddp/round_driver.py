@@ -80,7 +80,7 @@ class RoundDriver:
         self.planner = BucketPlanner(replica, bucket_bytes)
         self.reducer = GradientReducer(replica, self.planner, as_views=gradients_are_views)
         self._stop_listening = world.before_collectives(self.settling.before_collective)
-        self.trained = TrainedParameters(self, replica, self.planner)
+        self.trained = TrainedParameters(self, replica, self.planner, self.reducer)
         try:
             self._module_hooks = hooks.hook_module(self, module)
             optimizer_hooks.listen(self, replica.parameters)
@@ -96,7 +96,6 @@ class RoundDriver:
         self.algorithm = self.settling.algorithm = algorithm
         self.reducer.plan(wanted=self._exchanges_gradients)
         self.reducer.serve(algorithm)
-        self.trained.restart()
         algorithm.setup(self.replica)
 
     def switch(self, algorithm: Algorithm) -> None:
@@ -108,7 +107,7 @@ class RoundDriver:
         self.settling.settle()
         replica_checks.check_same_algorithm(self.channel, algorithm)
         self.algorithm = replace_algorithm(self.algorithm, algorithm, self.replica)
-        self._take_in_thawed(running=False)
+        self.trained.start_anew()
         self._start(self.algorithm)
 
     @property
@@ -134,8 +133,7 @@ class RoundDriver:
         before = self.algorithm.innermost
         self.algorithm.before_round()
         if self.algorithm.innermost is not before:  # another phase
-            self._take_in_thawed(running=False)
-            self.trained.restart()
+            self.trained.start_anew()
         self.needs_settling = False
 
     def settle_for_good(self) -> None:
@@ -165,14 +163,6 @@ class RoundDriver:
         self.before_load(self.module)
         self.replica.take_over(root, buffers=whole or self._broadcasts_buffers)
         self.after_load(self.module)
-
-    def _take_in_thawed(self, *, running: bool = True) -> None:
-        """Let parameters that were frozen until now take part, on every rank; the `running` algorithm goes on."""
-        thawed = self.trained.thawed()
-        if thawed and self.trained.take_in(thawed):
-            self.reducer.replan(self.algorithm if running else None)  # one that begins keeps nothing yet
-        if thawed and running:
-            self.algorithm.parameters_added()
 
     # Forward
 
@@ -206,7 +196,7 @@ class RoundDriver:
         with exposed(self._observer, "begin_round"):
             self.joining.uneven.announce(Stage.BEGIN)
             self.joining.forget_broken_loop()
-            self._take_in_thawed()
+            self.trained.take_in_thawed(self.algorithm)
             self.reducer.plan(wanted=self._exchanges_gradients)
             self.algorithm.before_forward()
             if not self._exchanges_weights:
@@ -220,7 +210,7 @@ class RoundDriver:
         """Begin a round whose backward has run: here nothing may be written."""
         if self._observer is not None:
             self._observer.round_opens(self.replica.round)
-        self._take_in_thawed()
+        self.trained.take_in_thawed(self.algorithm)
         self.reducer.plan(wanted=self._exchanges_gradients)
         self.algorithm.before_forward()
         is_wanted = self._broadcasts_buffers and self.requires_buffers
