@@ -10,6 +10,7 @@ import shutil
 import threading
 import traceback
 from collections import namedtuple
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,19 @@ def test_a_manifest_in_another_folder_or_without_a_file(tmp_path: Path) -> None:
     del told["files"]["model.pt"]
     path.write_text(json.dumps({**told, "step": 2}))
     assert all("does not name model.pt" in str(error) for error in errors_on(load, 2, tmp_path))
+
+
+def test_a_state_that_fits_on_one_rank_only_is_an_error_on_all(tmp_path: Path) -> None:
+    on_ranks(lambda transport: save(transport, tmp_path, 1), 2)
+    folder = tmp_path / "step-000000001"
+    own = torch.load(folder / "rank-1.pt", weights_only=True)
+    del own["random"]["torch"]
+    told = json.loads((folder / "manifest.json").read_text())
+    told["files"]["rank-1.pt"] = asdict(files.write_tensors(folder / "rank-1.pt", own))
+    (folder / "manifest.json").write_text(json.dumps(told))
+    for error in errors_on(load, 2, tmp_path):
+        assert isinstance(error, CheckpointError)
+        assert error.rank == 1
 
 
 class Evil:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from murmura import DDP, ConfigError, Transport, run_world
+from murmura import DDP, ConfigError, MurmuraError, Transport, run_world
 from murmura.observe import JSONLines, Observer, Record, TensorBoard, latest_records, read_records
 from observe.clocks import batch, small_model
 from worlds import SECONDS
@@ -37,6 +37,28 @@ def test_a_record_survives_its_line() -> None:
         "step", "rank", "time", "wall_ms", "compute_ms", "waited_ms", "exchange_ms", "hidden_ms", "bytes", "waiting",
         "logged",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"step": "x"}, {"wall_ms": []}, {"bytes": 3}, {"logged": {"loss": "x"}}, {"waiting": "x"}, {"time": 10**400}],
+)
+def test_a_line_that_no_record_has_is_refused(damage: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(damage))} cannot be "):
+        Record.from_json(json.dumps({**json.loads(RECORD.to_json()), **damage}))
+    with pytest.raises(ValueError, match="is no record"):
+        Record.from_json("[1]")
+
+
+def test_records_that_cannot_be_written_say_where(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.jsonl").symlink_to("/dev/full")
+    records = JSONLines(tmp_path)
+    records.open(0)
+    with pytest.raises(MurmuraError, match=r"rank-0\.jsonl: No space left on device"):
+        records.write(RECORD)
+    records.close()
+    with pytest.raises(MurmuraError, match="Not a directory"):
+        JSONLines(tmp_path / "rank-0.jsonl" / "below").open(0)
 
 
 def train(transport: Transport, folder: Path) -> list[Record]:

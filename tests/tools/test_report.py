@@ -186,7 +186,9 @@ def test_bytes_on_the_wire() -> None:
         (("empty",), "empty holds no run: there is no run.json in it."),
         (("damaged",), "damaged/run.json cannot be read: "),
         (("newer",), "newer/run.json is not of version 1"),
-        (("partial",), "partial/run.json is damaged: machine, status is missing."),
+        (("partial",), "partial/run.json is damaged: machine is missing or wrong."),
+        (("garbled",), "garbled/run.json is damaged: settings.task, machine.cpu, result.floor, status is missing or"),
+        (("torn",), "the records in torn/metrics cannot be read: wall_ms cannot be 'x'."),
         (("unstarted",), "none of these runs has taken a step yet."),
         (("good", "--out", "nowhere/page.html"), "--out nowhere/page.html: there is no folder nowhere."),
         (("good", "--out", "empty"), "--out empty is a folder. Name a file in it."),
@@ -200,12 +202,23 @@ def test_bad_input_is_one_clear_line(
         "damaged": "{",
         "newer": json.dumps({"schema_version": 2}),
         "partial": json.dumps({"schema_version": 1, "settings": {}}),
+        "garbled": json.dumps(
+            {
+                "schema_version": 1,
+                "settings": {"ranks": 2, "algorithm": "bytegrad"},
+                "machine": {"cpu": []},
+                "result": {"floor": "x"},
+            }
+        ),
     }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(text)
     (tmp_path / "empty").mkdir()
     make_run(tmp_path / "good")
     make_run(tmp_path / "unstarted", steps=0)
+    make_run(tmp_path / "torn")
+    for records in (tmp_path / "torn" / "metrics").glob("*/rank-0.jsonl"):
+        records.write_text(re.sub('"wall_ms": [^,]*', '"wall_ms": "x"', records.read_text()))
     status, told, refusal = run(*arguments)
     assert status == 2
     assert told == ""

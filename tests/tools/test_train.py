@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -256,6 +257,20 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "mistyped.toml").write_text("ranks = 'four'\n")
     assert run(*small(folder / "done", "--transport", "in_process", steps=3))[0] == 0
     return folder
+
+
+def test_records_that_do_not_fit_on_the_disk_end_the_run_with_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_on_a_full_disk(path: Path, *how: Any, **options: Any) -> Any:
+        return open("/dev/full" if path.name == "rank-1.jsonl" else path, *how, **options)
+
+    monkeypatch.setattr("murmura.observe.sinks.open", open_on_a_full_disk, raising=False)
+    records = tmp_path / "metrics/from-000000000"
+    status, _, refusal = run(*small(tmp_path, "--transport", "in_process"))
+    assert status == 1
+    assert refusal.endswith(f"cannot be written to {records}/rank-1.jsonl: No space left on device.\n")
+    assert "No space left" in json.loads((tmp_path / "run.json").read_text())["result"]["error"]
 
 
 def test_every_fault_is_told_at_once() -> None:

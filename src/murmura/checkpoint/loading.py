@@ -39,10 +39,7 @@ class Loading:
         on_all_ranks(self._channel, f"loading {path}", advice, lambda: state.update(self._read(path, found, text)))
         advice = "The state of this run is undefined: start it anew."
         on_all_ranks(self._channel, f"loading {path}", advice, lambda: self._restore(state))
-        load = self._ddp.load_algorithm_state_dict
-        on_all_ranks(self._channel, f"loading {path}", advice, lambda: load(state["algorithm"]))
-        if state["random"] is not None:
-            set_random_state(state["random"])
+        on_all_ranks(self._channel, f"loading {path}", advice, lambda: self._restore_algorithm(state))
         return Manifest.from_json(text, path / manifests.FILE)
 
     def _choose(self, step: int | None) -> tuple[int, str, list[int]] | None:
@@ -102,6 +99,11 @@ class Loading:
                 f"{self._channel.world_size}. Go on with {manifest.world_size} ranks, or begin anew from the mean of "
                 "their weights: model.pt in it is a plain state dict"
             )
+
+    def _restore_algorithm(self, state: Mapping[str, Any]) -> None:
+        self._ddp.load_algorithm_state_dict(state["algorithm"])
+        if state["random"] is not None:
+            set_random_state(state["random"])
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._ddp.load_state_dict(state["model"])

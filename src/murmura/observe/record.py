@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+TABLES = ("bytes", "waiting", "logged")
+"""The fields of a record that hold several numbers."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,15 @@ class Record:
 
     @classmethod
     def from_json(cls, line: str) -> Record:
-        """Parse a line of `to_json`; null becomes NaN."""
-        values: dict[str, Any] = _numbers(json.loads(line))
+        """Parse a line of `to_json`; null becomes NaN. Raises ValueError or TypeError for any other line."""
+        told = json.loads(line)
+        if not isinstance(told, dict):
+            raise ValueError(f"{told!r} is no record")
+        values: dict[str, Any] = _numbers(told)
+        for name, value in values.items():
+            numbers = value.values() if name in TABLES and isinstance(value, dict) else [value]
+            if (name in TABLES and numbers == [value]) or not all(map(_is_number, numbers)):
+                raise ValueError(f"{name} cannot be {value!r}")
         if "waiting" in values:
             values["waiting"] = {int(peer): ms for peer, ms in values["waiting"].items()}
         return cls(**values)
@@ -53,6 +64,10 @@ class Record:
             elif value is not None and name not in ("step", "rank", "time"):
                 scalars[name] = value
         return scalars
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not abs(value) > sys.float_info.max
 
 
 def _finite(value: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol, runtime_checkable
 
-from murmura.errors import ConfigError
+from murmura.errors import ConfigError, MurmuraError
 from murmura.observe.record import Record
 
 TAIL_BYTES = 64 * 2**10  # read from the end of a file to find its last line
@@ -37,16 +38,29 @@ class JSONLines:
         self._file: IO[str] | None = None
 
     def open(self, rank: int) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._folder / f"rank-{rank}.jsonl", "w", encoding="utf-8", buffering=1)
+        self._path = self._folder / f"rank-{rank}.jsonl"
+        with self._naming():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._path, "w", encoding="utf-8", buffering=1)
 
     def write(self, record: Record) -> None:
         assert self._file is not None
-        self._file.write(record.to_json() + "\n")
+        with self._naming():
+            self._file.write(record.to_json() + "\n")
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what could not be written has been told
+                self._file.close()
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise MurmuraError(
+                f"the records of this rank cannot be written to {self._path}: {error.strerror}."
+            ) from error
 
 
 class TensorBoard:

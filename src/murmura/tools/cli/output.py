@@ -80,7 +80,7 @@ def check_writable(path: Path | None, option: str = "--json") -> None:
 
 def write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise MurmuraError(f"{path} cannot be written: {error.strerror}.") from error
 

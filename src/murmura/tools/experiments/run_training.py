@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from murmura.checkpoint import Checkpointer
 from murmura.checkpoint.stateful import Stateful
-from murmura.errors import ConfigError
+from murmura.errors import ConfigError, MurmuraError
 from murmura.launch import run_world
 from murmura.observe import JSONLines, Observer, merge_traces
 from murmura.tools.experiments.loop import Training
@@ -70,7 +71,8 @@ def train(settings: TrainSettings, folder: RunFolder, *, start: int = 0, trace: 
             )
     except BaseException as error:
         status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
-        folder.write(described(settings, status, error=f"{type(error).__name__}: {error}"))
+        with contextlib.suppress(MurmuraError):  # on a full disk, say; what ended the training is told in any case
+            folder.write(described(settings, status, error=f"{type(error).__name__}: {error}"))
         raise
     finally:
         torch.set_num_threads(threads)

@@ -85,6 +85,7 @@ class RunFolder:
             partial.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **run}, indent=2) + "\n", encoding="utf-8")
             os.replace(partial, self.path / FILE)
         except OSError as error:
+            partial.unlink(missing_ok=True)
             raise MurmuraError(f"{self.path / FILE} cannot be written: {error.strerror}.") from error
 
 
@@ -149,10 +150,23 @@ def read_run_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path / FILE} cannot be read: {error}.") from None
     if not isinstance(told, dict) or told.get("schema_version") != SCHEMA_VERSION:
         raise ConfigError(f"{path / FILE} is not of version {SCHEMA_VERSION}, which this murmura reads.")
-    missing = [name for name in ("settings", "machine", "status") if name not in told]
-    if missing:
-        raise ConfigError(f"{path / FILE} is damaged: {', '.join(missing)} is missing.")
+    if damaged := _damaged(told):
+        raise ConfigError(f"{path / FILE} is damaged: {', '.join(damaged)} is missing or wrong.")
     return told
+
+
+def _damaged(told: Mapping[str, Any]) -> list[str]:
+    """The names of what cannot be such in run.json."""
+    tables: dict[str, Any] = {name: told.get(name) for name in ("settings", "machine")}
+    tables["result"] = told.get("result") or {}
+    if wrong := [name for name, each in tables.items() if not isinstance(each, dict)]:
+        return wrong
+    needed = {"task": str, "ranks": int, "algorithm": str}
+    wrong = [f"settings.{name}" for name, kind in needed.items() if not isinstance(tables["settings"].get(name), kind)]
+    wrong += [f"machine.{name}" for name, each in tables["machine"].items() if isinstance(each, dict | list)]
+    numbers = {name: tables["result"].get(name) for name in ("loss", "floor")}
+    wrong += [f"result.{name}" for name, each in numbers.items() if not isinstance(each, int | float | None)]
+    return wrong if isinstance(told.get("status"), str) else [*wrong, "status"]
 
 
 def settings_of(path: Path) -> TrainSettings:
