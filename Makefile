@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=  # empty: without bytecode on disk, each process of the tests compiles everything anew
 
-.PHONY: help demo test suite test-all test-integrations lint bench docs clean
+.PHONY: help demo test suite test-all test-integrations test-gpu lint bench docs clean
 
 help:
 	@echo "make demo      set up, then four ranks train while you watch, three algorithms race on a slow link, and a report"
 	@echo "make test      set up, then lint, types and the test suite"
 	@echo "make test-all  the same with the long grids"
 	@echo "make test-integrations  in an environment of its own: Lightning, Accelerate, Transformers and Ray on murmura"
+	@echo "make -k test-gpu  the tests on a GPU, in parts of at most 9 minutes; GPU_PARTS='1 2' names some; installs nothing"
 	@echo "make bench     the benchmarks, beside Gloo and, where mpi4py is installed, MPICH"
 	@echo "make docs      the documentation as a site, in site/; a broken link or a missing page fails it"
 	@echo "make clean     remove the virtual environment, caches and site/"
@@ -54,6 +55,22 @@ $(FRAMEWORKS_READY): pyproject.toml constraints.txt
 test-integrations: $(FRAMEWORKS_READY)
 	$(FRAMEWORKS_BIN)/python -c "import lightning, accelerate, transformers, ray"
 	$(FRAMEWORKS_BIN)/pytest -n 2 --dist loadfile -m "not gpu" tests/integrations tests/torch_ddp/test_accelerate.py tests/test_examples.py::test_shell_files_run
+
+# A machine with a GPU has a torch of its own, so nothing is set up: GPU_PYTHON needs torch for CUDA, pytest and pytest-timeout
+GPU_PYTHON ?= python3
+GPU_PARTS ?= 1 2 3 4 5 6
+NCCL := tests/gpu/test_nccl
+GPU_1 = -k "simulated or hosts or skips or autocast or at_once" $(NCCL)_algorithms.py $(NCCL)_precision.py tests/gpu/test_compressors.py
+GPU_2 = -k "host_is_free or collectives" $(NCCL)_algorithms.py $(NCCL)_collectives.py
+GPU_3 = -k "not compiled and not autocast and not skips" $(NCCL)_contracts.py $(NCCL)_precision.py
+GPU_4 = $(NCCL)_faults.py
+GPU_5 = $(filter-out $(NCCL)_%,$(wildcard tests/gpu/test_*.py))
+GPU_6 = -k compiled $(NCCL)_precision.py
+
+test-gpu: $(GPU_PARTS:%=test-gpu-%)
+
+test-gpu-%:
+	PYTHONPATH=src timeout --signal=INT --kill-after=20 540 $(GPU_PYTHON) -m pytest -m "gpu and not slow" --durations=5 $(GPU_$*)
 
 PEERS = gloo$(if $(wildcard $(BIN)/mpiexec),$(COMMA)mpich)
 COMMA := ,

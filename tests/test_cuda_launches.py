@@ -9,97 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from fake_gpu import DEVICE, GPU, FakeEvent, FakeStream, Owner
 from murmura import ErrorFeedback, InProcessTransport, MinMaxUInt8
 from murmura.errors import PeerTimeout
-from murmura.transports import cuda_launches, own_groups
-from murmura.transports.cuda_launches import CudaLaunches, Launch, OnStream
-
-DEVICE = torch.device("cuda", 0)
-
-
-class FakeEvent:
-    """Done when its test says so; what was recorded on a stream is told in `log`."""
-
-    def __init__(self) -> None:
-        self.is_done = False
-        self.recorded_on: Any = None
-
-    def record(self, stream: Any) -> None:
-        self.recorded_on, self.is_done = stream, False
-        stream.events.append(self)
-
-    def query(self) -> bool:
-        return self.is_done
-
-
-class FakeStream:
-    device_index = 0
-
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.events: list[FakeEvent] = []
-        self.waited_for: list[Any] = []
-
-    def record_event(self) -> FakeEvent:
-        event = FakeEvent()
-        event.record(self)
-        return event
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.waited_for.append(event)
-
-    def wait_stream(self, stream: FakeStream) -> None:
-        self.waited_for.append(stream)
-
-    def done(self) -> None:
-        """The device has done all that is queued here."""
-        for event in self.events:
-            event.is_done = True
-
-
-class GPU:
-    """What replaces torch's GPU: the current stream, which begins as that of training."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.training = self.current = FakeStream()
-        patch.setattr(torch.cuda, "Stream", FakeStream)
-        patch.setattr(torch.cuda, "Event", FakeEvent)
-        patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
-        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: id(self.current), raising=False)
-        patch.setattr(cuda_launches, "_streams", {})
-        patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(torch.cuda, "set_stream", self.set)
-        self.devices: dict[int, Any] = {}  # by thread
-        patch.setattr(torch.cuda, "set_device", lambda device: self.devices.update({threading.get_ident(): device}))
-
-    def set(self, stream: FakeStream) -> None:
-        self.current = stream
-
-
-class Owner:
-    """A transport, as far as launches know one."""
-
-    def __init__(self) -> None:
-        self.failure: BaseException | None = None
-        self.asked: list[tuple[str, bool]] = []
-        self.gave_up = threading.Event()
-        self.fault: BaseException | None = None
-
-    def find_fault(self, launch: Launch, waited: float, *, timed_out: bool) -> BaseException | None:
-        self.asked.append((launch.operation, timed_out))
-        return PeerTimeout(f"{launch.operation} took {waited:.1f} s") if timed_out else self.fault
-
-    def give_up(self, error: BaseException) -> None:
-        self.failure = error
-        self.gave_up.set()
-
-    def raise_failure(self, operation: str) -> None:
-        assert self.failure is not None
-        raise self.failure
+from murmura.transports import cuda_launches, own_groups, watchdog
+from murmura.transports.cuda_launches import CudaLaunches, OnStream
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> GPU:
-    monkeypatch.setattr(cuda_launches, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(cuda_launches, "SUSPECT_SECONDS", 0.02)
     return GPU(monkeypatch)
 
@@ -185,10 +104,9 @@ def test_an_operation_has_a_deadline_behind_one_that_has_not_begun(gpu: GPU) -> 
 def test_a_watchdog_whose_thread_is_gone_gets_another(gpu: GPU) -> None:
     owner = Owner()
     launches = CudaLaunches(owner, DEVICE)
-    watchdog = launches._watchdog
-    watchdog._thread = threading.Thread(target=lambda: None)
-    watchdog._thread.start()
-    watchdog._thread.join()
+    launches._watchdog._thread = ended = threading.Thread(target=lambda: None)
+    ended.start()
+    ended.join()
     launch(launches, limit=0.05)
     gpu.training.events[0].is_done = True
     assert owner.gave_up.wait(10.0)
@@ -203,6 +121,51 @@ def test_what_is_done_is_forgotten(gpu: GPU) -> None:
         gpu.training.done()
     launches.drain()
     assert not owner.gave_up.wait(0.2)
+    launches.close()
+
+
+def test_closing_does_not_wait_for_ever_for_what_never_begins(gpu: GPU) -> None:
+    """Behind a kernel that does not end, no deadline of the watchdog's runs: the time of an operation has not begun."""
+    owners = Owner(), Owner()
+    first, second = (CudaLaunches(owner, DEVICE) for owner in owners)
+    second.follow(first)
+    launch(first, "all_reduce #1", limit=0.1)
+    launch(second, "all_reduce #2", limit=60.0)
+    first.drain()
+    assert "all_reduce #1" in str(owners[0].failure)
+    second.drain()  # on the same device, so that it need not be waited for
+    assert "all_reduce #2" in str(owners[1].failure)
+    first.close()
+    second.close()
+
+
+def test_closing_waits_for_what_has_begun_and_for_what_is_behind_it(gpu: GPU) -> None:
+    owner = Owner()
+    launches = CudaLaunches(owner, DEVICE)
+    launch(launches, "all_reduce #1", limit=60.0)
+    launch(launches, "all_reduce #2", limit=0.2)  # whose time runs when it is the next
+    began, ended, *second = gpu.training.events
+    began.is_done = True
+    timers = [threading.Timer(0.3, setattr, [ended, "is_done", True]), threading.Timer(0.4, gpu.training.done)]
+    for timer in timers:
+        timer.start()
+    launches.drain()
+    assert all(event.is_done for event in second)
+    assert owner.failure is None
+    for timer in timers:
+        timer.join()
+    launches.close()
+
+
+def test_waiting_for_the_end_of_a_ticket_raises_nothing(gpu: GPU) -> None:
+    owner = Owner()
+    launches = CudaLaunches(owner, DEVICE)
+    ticket = launches.run_beside("all_reduce", lambda: launch(launches), [])
+    assert not ticket.await_end(0.01)
+    owner.failure = PeerTimeout("rank 1 has not come")
+    assert ticket.await_end(5.0)
+    with pytest.raises(PeerTimeout):
+        ticket.wait(5.0)
     launches.close()
 
 

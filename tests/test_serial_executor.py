@@ -23,6 +23,16 @@ def test_a_synchronous_call_runs_in_the_callers_thread(executor: SerialExecutor)
     assert not executor.run(executor.in_thread)
 
 
+def test_behind_a_queue_too_it_runs_in_the_callers_thread(executor: SerialExecutor) -> None:
+    """There it has the caller's CUDA stream, and may write what was made in its inference mode."""
+    gate, ran = threading.Event(), []
+    executor.submit("first", lambda: ran.append(gate.wait(10.0)))
+    opening = threading.Timer(0.05, gate.set)
+    opening.start()
+    assert executor.run(lambda: (threading.current_thread(), *ran)) == (threading.current_thread(), True)
+    opening.join()
+
+
 def test_an_asynchronous_one_runs_in_the_communication_thread(executor: SerialExecutor) -> None:
     thread = executor.submit("work", threading.current_thread).wait()
     assert thread is not threading.current_thread()
@@ -139,7 +149,7 @@ def test_a_synchronous_error_leaves_the_order_usable(executor: SerialExecutor) -
     executor.submit("slow", gate.wait)
     threading.Timer(0.01, gate.set).start()
     with pytest.raises(ValueError, match="bad"):
-        executor.run(fail)  # behind a queue, and so in the other thread
+        executor.run(fail)  # behind a queue
     assert executor.run(lambda: 5) == 5
 
 

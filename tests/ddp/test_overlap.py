@@ -136,6 +136,27 @@ def test_without_a_spare_core_buckets_are_reduced_after_backward_in_its_thread(
         assert torch.equal(gradient, torch.full((2, 2), 1.0))
 
 
+@pytest.mark.parametrize("spare", [True, False])
+def test_a_backward_inside_autocast_exchanges_in_the_dtypes_of_gradients(
+    spare: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PowerSGD multiplies matrices, in the thread of backward too: autocast would make bfloat16 of the factors."""
+    monkeypatch.setattr(InProcessTransport, "has_spare_core", lambda self: spare)
+
+    def run(transport: Transport) -> Tensor:
+        torch.manual_seed(0)
+        ddp = DDP(nn.Linear(16, 16), transport, algorithm="powersgd")
+        with torch.autocast("cpu", torch.bfloat16):
+            ddp(torch.full((1, 16), 1.0 + transport.rank)).square().sum().backward()
+        ddp.close()
+        assert ddp.module.weight.grad is not None
+        return ddp.module.weight.grad
+
+    first, second = on_ranks(run, 2)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, first.bfloat16().float())
+
+
 def count_spare_cores(transport: Transport, num_cores: int) -> list[bool]:
     os.sched_getaffinity = lambda pid: set(range(num_cores))  # type: ignore[assignment]
     found = []

@@ -119,8 +119,14 @@ def busy(milliseconds: int) -> None:
     torch.cuda._sleep(2_000_000 * milliseconds)
 
 
-def around_a_long_kernel(transport: Transport, asynchronous: bool) -> list[float]:
-    """Values that are only right if each operation waits for the kernels before it, and those after it for it."""
+WAYS = ("sync", "async", "queued")
+
+
+def around_a_long_kernel(transport: Transport, way: str) -> list[float]:
+    """Values that are only right if each operation waits for the kernels before it, and those after it for it.
+
+    One that is "queued" is synchronous, while an asynchronous one of host memory is under way.
+    """
     seen = []
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -128,10 +134,13 @@ def around_a_long_kernel(transport: Transport, asynchronous: bool) -> list[float
         for step in range(5):
             busy(50)
             tensor.fill_(float(transport.rank + step))  # queued behind the long kernel
-            if asynchronous:
+            before = transport.all_reduce(torch.ones(100_003), async_op=True) if way == "queued" else None
+            if way == "async":
                 transport.all_reduce(tensor, async_op=True).wait()
             else:
                 transport.all_reduce(tensor)
+            if before is not None:
+                before.wait()
             doubled = tensor * 2  # queued behind the operation
             busy(10)
             least, most = doubled.min().item(), doubled.max().item()
@@ -139,11 +148,11 @@ def around_a_long_kernel(transport: Transport, asynchronous: bool) -> list[float
     return seen
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_streams_are_kept_in_order(world: str, asynchronous: bool) -> None:
+def test_streams_are_kept_in_order(world: str, way: str) -> None:
     size = 3
-    results = run_world(around_a_long_kernel, size, asynchronous, timeout=120, **WORLDS[world])
+    results = run_world(around_a_long_kernel, size, way, timeout=120, **WORLDS[world])
     expected = [2.0 * sum(rank + step for rank in range(size)) for step in range(5)]
     assert results == [expected] * size
 
@@ -160,7 +169,7 @@ def test_nccl_with_one_rank() -> None:
 
 
 def test_nccl_streams_with_one_rank() -> None:
-    assert run_world(around_a_long_kernel, 1, False, kind="processes", transport="nccl", timeout=120) == [
+    assert run_world(around_a_long_kernel, 1, "sync", kind="processes", transport="nccl", timeout=120) == [
         [2.0 * step for step in range(5)]
     ]
 

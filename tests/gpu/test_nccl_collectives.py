@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import murmura
-from gpu.test_cuda import all_collectives, around_a_long_kernel, assert_same, cpu_collectives, train
+from gpu.test_cuda import WAYS, all_collectives, around_a_long_kernel, assert_same, cpu_collectives, train
 from murmura import AsyncModelAverageAlgorithm, Transport, run_world
 from murmura.tools.one_gpu import OneGPU
 
@@ -31,11 +31,11 @@ def test_collectives_on_cuda_equal_those_on_the_cpu(nccl: OneGPU) -> None:
             assert_same(on_cuda[rank][what], on_cpu[rank][what], f"rank {rank}: {what}")
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_streams_are_kept_in_order(nccl: OneGPU, asynchronous: bool) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_streams_are_kept_in_order(nccl: OneGPU, way: str) -> None:
     size = nccl.num_ranks
     expected = [2.0 * sum(rank + step for rank in range(size)) for step in range(5)]
-    assert nccl.run(around_a_long_kernel, asynchronous) == [expected] * size
+    assert nccl.run(around_a_long_kernel, way) == [expected] * size
 
 
 def means(transport: Transport) -> dict[str, bool]:
@@ -171,3 +171,34 @@ def on_several_streams(transport: Transport) -> bool:
 
 def test_gradients_of_several_streams_meet_in_a_bucket(nccl: OneGPU) -> None:
     assert all(nccl.run(on_several_streams))
+
+
+NUM_LAYERS, NUM_ROUNDS = 3, 4
+
+
+def with_unused_layers(transport: Transport) -> list[list[float | None]]:
+    """The gradient of each layer in each round, in which every rank uses one of them, behind long kernels."""
+    layers = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(NUM_LAYERS)]).cuda()
+    ddp = murmura.DDP(layers, transport)
+    found: list[list[float | None]] = []
+    for number in range(NUM_ROUNDS):
+        ddp.zero_grad()
+        torch.cuda._sleep(LONG_CYCLES // 5)
+        x = torch.full((1, 64), 1.0 + transport.rank, device="cuda")
+        layers[(transport.rank + number) % NUM_LAYERS](x).sum().backward()
+        gradients = [layer.weight.grad for layer in layers]
+        found.append([None if each is None else float(each.mean()) for each in gradients])
+    ddp.close()
+    return found
+
+
+def test_layers_that_some_or_all_ranks_do_not_use(nccl: OneGPU) -> None:
+    size = nccl.num_ranks
+    expected: list[list[float | None]] = []
+    for number in range(NUM_ROUNDS):
+        users = [[rank for rank in range(size) if (rank + number) % NUM_LAYERS == layer] for layer in range(NUM_LAYERS)]
+        expected.append([sum(rank + 1 for rank in each) / size if each else None for each in users])
+    for found in nccl.run(with_unused_layers):
+        for gradients, wanted in zip(found, expected, strict=True):
+            assert [each is None for each in gradients] == [each is None for each in wanted]
+            assert [each for each in gradients if each] == pytest.approx([each for each in wanted if each])

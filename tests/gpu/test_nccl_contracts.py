@@ -57,7 +57,7 @@ from worlds import World
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(180),
 ]
 
 # These name the worlds they run in, and sizes: here it is the world that there is.

@@ -106,8 +106,9 @@ def test_a_rank_that_is_stuck(num_ranks: int) -> None:
         assert "undefined" in str(found["error"])
 
 
-def test_a_rank_that_is_stopped() -> None:
-    for found in outcomes(2, "stopped", mps=True):
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_a_rank_that_is_stopped(num_ranks: int) -> None:
+    for found in outcomes(num_ranks, "stopped", mps=True):
         check(found, PeerTimeout, DEADLINE + 4.0)
 
 

@@ -8,8 +8,10 @@ exchanges the round's tail, waits for everything, and assigns gradients to param
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -98,7 +100,8 @@ class GradientReducer:
         self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
         self._outside: list[dict[int, Tensor]] = [{} for _ in self.buckets]  # by slot, still to be copied
         self._tickets: list[PendingExchange] = []
-        self._streams: dict[int, torch.cuda.Stream] = {}  # those on which gradients of the round have come
+        # By GPU and address, those on which gradients of the round have come; default streams have one address.
+        self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
         self._failure: BaseException | None = None  # of the first exchange of the round that failed
         self._before = None
         self._weight: float | None = None  # of the round, where it comes before the exchange
@@ -162,9 +165,9 @@ class GradientReducer:
                 "accumulate inside ddp.no_sync() and call ddp.sync_gradients() after the last backward."
             )
         if gpu is not None:  # all of them are copied when the bucket is full, after the streams that they came on
-            raw: int = torch._C._cuda_getCurrentRawStream(gpu)  # a Stream object would cost as much as the rest
-            if raw not in self._streams:
-                self._streams[raw] = current_stream(gpu)
+            key = gpu, torch._C._cuda_getCurrentRawStream(gpu)  # a Stream object would cost as much as the rest
+            if key not in self._streams:
+                self._streams[key] = current_stream(gpu)
         self.observed.setdefault(id(parameter), parameter)
         if not is_final:
             return
@@ -293,10 +296,11 @@ class GradientReducer:
             if weight is not None:
                 self._divide(bucket, weight)
             with exchanging(self.observer, "bucket", bucket.index):
-                if finish is None:
-                    self._algorithm.on_bucket_ready(bucket)
-                else:
+                if finish is not None:
                     finish()
+                    return
+                with without_autocast(bucket.flat.device.type):
+                    self._algorithm.on_bucket_ready(bucket)
 
         self._tickets.append(self._submit(what, exchange, bucket.flat))
 
@@ -345,3 +349,12 @@ class GradientReducer:
             bucket.flat.sub_(self._before[bucket.index]).div_(weight).add_(self._before[bucket.index])
         else:
             bucket.flat.div_(weight)
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Inside it operations on `device` run in the dtypes of their tensors.
+
+    A backward that is called inside autocast runs inside it too, and so do exchanges in its thread; those in a
+    communication thread do not.
+    """
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()

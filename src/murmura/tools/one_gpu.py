@@ -47,12 +47,13 @@ class OneGPU:
     A call that fails ends the world, and the next one starts another. With `mps=False`, or where the daemon cannot be
     started, the ranks' kernels take turns; `label` says which. A daemon that runs already, as `CUDA_MPS_PIPE_DIRECTORY`
     says, is used and not ended. A rank killed under MPS breaks the others' GPU contexts. `folder` is a temporary one,
-    which goes with the world.
+    which goes with the world. A rank's waits last `timeout` seconds at most, and a call, unless it says so, `limit`.
     """
 
-    def __init__(self, num_ranks: int, *, mps: bool = True, timeout: float = 60.0) -> None:
+    def __init__(self, num_ranks: int, *, mps: bool = True, timeout: float = 60.0, limit: float = 300.0) -> None:
         self.num_ranks = num_ranks
         self._timeout = timeout
+        self._limit = limit
         self.folder = tempfile.mkdtemp(prefix="murmura-gpu-")
         self._variables: dict[str, str] = {}
         self._processes: list[Any] = []
@@ -64,7 +65,7 @@ class OneGPU:
             self._variables = {PIPE: os.path.join(self.folder, "none")}  # where no daemon listens
         self.label = LABEL if has_mps else LABEL_WITHOUT_MPS
 
-    def run(self, fn: Callable[..., Any], *args: Any, limit: float = 300.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, limit: float | None = None) -> list[Any]:
         """Call ``fn(transport, *args)`` on every rank; the results in rank order, or the first error that a rank has.
 
         `fn` must be importable. A rank that has not answered after `limit` seconds is killed, with all others.
@@ -76,14 +77,14 @@ class OneGPU:
             raise next((each for each in errors if not isinstance(each, PeerLost)), errors[0])
         return outcomes
 
-    def outcomes(self, fn: Callable[..., Any], *args: Any, limit: float = 300.0) -> list[Any]:
+    def outcomes(self, fn: Callable[..., Any], *args: Any, limit: float | None = None) -> list[Any]:
         """As `run`, but with the errors of ranks in place of their results."""
         if not self._processes:
             self._start()
         call = pickle.dumps((fn, args))
         for pipe in self._pipes:
             pipe.send_bytes(call)
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + (self._limit if limit is None else limit)
         outcomes = [self._receive(rank, deadline) for rank in range(self.num_ranks)]
         if any(isinstance(each, BaseException) for each in outcomes):
             self._stop()

@@ -2,13 +2,12 @@
 
 An operation is only enqueued: the host goes on, and what the same stream does next finds the result. So two things that
 a waiting host would see to are seen to here: `LaunchOrder` keeps the operations of all channels in one order on the
-device, and `Watchdog` ends, in a thread of its own, an operation whose deadline has passed or whose peer is gone.
+device, and a `Watchdog` looks after them and ends one whose deadline has passed or whose peer is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 import weakref
@@ -22,10 +21,8 @@ from torch import Tensor
 
 from murmura.collectives.deadline import Deadline
 from murmura.transports.serial_executor import EndedTicket, Ticket
+from murmura.transports.watchdog import Watchdog
 
-log = logging.getLogger("murmura")
-
-LOOK_SECONDS = 0.1  # between two looks of the watchdog
 SUSPECT_SECONDS = 0.5  # after which an operation that goes on makes it look for ranks that have failed
 STALL_SECONDS = 10.0  # after which it warns, and each time after twice as long
 LEFT_SECONDS = 3.0  # after which it asks also for ranks that left: their last kernels may be a little ahead of ours
@@ -61,6 +58,7 @@ class LaunchOrder:
         # What peers wait for goes before what only this rank needs.
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._last = self.stream  # of the operation launched last
+        self.is_stuck = False  # an operation that had to be done before its channel closed has not even begun
 
     @property
     def job(self) -> str:
@@ -93,12 +91,15 @@ class Launch:
     looked: float = 0.0
     warn_after: float = STALL_SECONDS
 
-    def waited(self) -> float:
-        """Seconds since it began, as far as anybody has looked; 0 as long as it is queued behind other kernels."""
-        now = time.monotonic()
+    def has_begun(self) -> bool:
+        """Whether the device has begun it; as long as it is queued behind other kernels it has not."""
         if self.since is None and _is_done(self.began):
-            self.since = now
-        return 0.0 if self.since is None else now - self.since
+            self.since = time.monotonic()
+        return self.since is not None
+
+    def waited(self) -> float:
+        """Seconds since it began, as far as anybody has looked."""
+        return 0.0 if not self.has_begun() or self.since is None else time.monotonic() - self.since
 
 
 class Launching(Protocol):
@@ -110,8 +111,12 @@ class Launching(Protocol):
         """Why `launch` does not end, if that is known or its time is up; called by the watchdog's thread."""
         ...
 
+    def never_begun(self, launch: Launch, waited: float) -> BaseException:
+        """The error of `launch`, which the device has not begun although the host has waited for it; at the end."""
+        ...
+
     def give_up(self, error: BaseException) -> None:
-        """End all that waits on the device, because of `error`; called by the watchdog's thread."""
+        """End all that waits on the device, because of `error`; called by the watchdog's thread, and at the end."""
         ...
 
     def raise_failure(self, operation: str) -> None:
@@ -143,7 +148,7 @@ class StreamTicket(EndedTicket):
         return self._result
 
     def await_end(self, seconds: float) -> bool:
-        return self._launches.await_event(self._ended, self._operation, seconds)
+        return self._launches.has_come(self._ended, seconds)
 
 
 class OnStream:
@@ -259,6 +264,13 @@ class CudaLaunches:
 
     def await_event(self, event: torch.cuda.Event, operation: str, timeout: float | None = None) -> bool:
         """Let the host wait for `event`, at most `timeout` seconds; whether it came. Raises if the operation fails."""
+        has_come = self.has_come(event, timeout)
+        if has_come:
+            self.raise_failure(operation)
+        return has_come
+
+    def has_come(self, event: torch.cuda.Event, timeout: float | None = None) -> bool:
+        """Let the host wait for `event`, at most `timeout` seconds; whether it came, or will not, after a failure."""
         deadline, num_looks = Deadline(timeout), 0
         while not _is_done(event):
             owner = self._owner()
@@ -268,7 +280,6 @@ class CudaLaunches:
                 return False
             num_looks += 1
             time.sleep(0 if num_looks < 50 else 0.0002)
-        self.raise_failure(operation)
         return True
 
     def raise_failure(self, operation: str) -> None:
@@ -277,18 +288,22 @@ class CudaLaunches:
             owner.raise_failure(operation)
 
     def drain(self) -> None:
-        """Let the host wait until the device has done all launches, or the watchdog has given up on one."""
-        while True:
-            try:
-                newest = self._pending[-1]
-            except IndexError:  # the watchdog, which forgets what is done, has just forgotten the last
-                return
-            owner = self._owner()
-            if _is_done(newest.ended):
-                return
-            if owner is None or owner.failure is not None:
-                return
-            time.sleep(0.001)
+        """Let the host wait until the device has done all launches, or one of them has been given up.
+
+        The watchdog gives up one that has begun. One that does not begin in its time, once it is the next, is given up
+        here: what was queued before it does not end.
+        """
+        for launch in list(self._pending):
+            deadline = Deadline(0.0 if self.order.is_stuck else launch.timeout)
+            while not _is_done(launch.ended):
+                owner = self._owner()
+                if owner is None or owner.failure is not None:
+                    return
+                if deadline.remaining <= 0 and not launch.has_begun():
+                    self.order.is_stuck = True
+                    owner.give_up(owner.never_begun(launch, deadline.waited))
+                    return
+                time.sleep(0.001)
 
     def look(self) -> bool:
         """Called by the watchdog: forget what is done, and end what takes too long. Whether anything is pending."""
@@ -316,77 +331,3 @@ class CudaLaunches:
 
     def close(self) -> None:
         self._watchdog.forget(self)
-
-
-class Watchdog:
-    """Looks after the launches of a transport and of what was split off it, in a thread that lives as long as they."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._channels: weakref.WeakSet[CudaLaunches] = weakref.WeakSet()
-        self._pending = threading.Event()
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
-        self._has_complained = False  # since it last could look
-
-    def watch(self, channel: CudaLaunches) -> None:
-        self._channels.add(channel)
-
-    def forget(self, channel: CudaLaunches) -> None:
-        """`channel` launches nothing any more; the last one ends the thread."""
-        self._channels.discard(channel)
-        if not self._channels:
-            self._ended.set()
-            self._pending.set()
-            if self._thread is not None and self._thread is not threading.current_thread():
-                self._thread.join()
-            self._thread = None
-
-    def wake(self) -> None:
-        """Something has been launched."""
-        if not self._is_alive():
-            with self._starting:
-                if not self._is_alive():
-                    self._ended.clear()
-                    args = (weakref.ref(self), self._device, self._pending, self._ended)
-                    self._thread = threading.Thread(target=_look_after, args=args, name="murmura-watchdog", daemon=True)
-                    self._thread.start()
-        if not self._pending.is_set():
-            self._pending.set()
-
-    def _is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def look(self) -> None:
-        self._pending.clear()
-        error: Exception | None = None
-        for channel in list(self._channels):
-            try:
-                is_pending = channel.look()
-            except Exception as failed:  # while a graph is captured, for example; without this thread no deadline holds
-                is_pending, error = True, failed
-            if is_pending:
-                self._pending.set()
-        if error is not None and not self._has_complained:
-            log.warning(
-                "the deadlines of operations on the GPU cannot be checked now, and will be again soon: %s", error
-            )
-        self._has_complained = error is not None
-
-
-def _look_after(
-    reference: weakref.ref[Watchdog], device: torch.device, pending: threading.Event, ended: threading.Event
-) -> None:
-    """The thread: holds the watchdog only while it looks, so that a transport that is dropped takes it along."""
-    torch.cuda.set_device(device)  # a thread begins on GPU 0, where its first query would make a context
-    while not ended.wait(LOOK_SECONDS):
-        if not pending.wait(1.0):
-            if reference() is None:
-                return
-            continue
-        watchdog = reference()
-        if watchdog is None:
-            return
-        watchdog.look()
-        del watchdog

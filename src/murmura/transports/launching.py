@@ -142,7 +142,7 @@ class LaunchingTransport(Transport):
     def communication_stream(self, device: torch.device) -> torch.cuda.Stream:
         return super().communication_stream(device) if self.launches is None else self.launches.order.stream
 
-    # What the watchdog calls, in its thread; see `Launching`
+    # What the watchdog calls, in its thread, and what closes; see `Launching`
 
     def find_fault(self, launch: Launch, waited: float, *, timed_out: bool) -> BaseException | None:
         if timed_out:
@@ -156,6 +156,15 @@ class LaunchingTransport(Transport):
             )  # fmt: skip
         cause = self.known_cause(launch, waited)
         return None if isinstance(cause, PeerLost) and cause.left and waited < LEFT_SECONDS else cause
+
+    def never_begun(self, launch: Launch, waited: float) -> BaseException:
+        own = self.reporter.own
+        words = (
+            f"rank {own} closed its transport and waited {waited:.1f} s for {launch.operation}, which its GPU has not "
+            "begun: a kernel that was queued before it does not end."
+        )
+        log.warning("%s", words)  # closing raises nothing
+        return TransportError(words, rank=own, operation=launch.operation)
 
     def give_up(self, error: BaseException) -> None:
         if isinstance(error, TransportError):

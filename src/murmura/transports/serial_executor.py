@@ -121,12 +121,15 @@ class SerialExecutor:
         return self._owner == threading.get_ident()
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Run an operation after what is queued and return its result; inside another one, or a job, at once."""
+        """Run an operation after what is queued and return its result; inside another one, or a job, at once.
+
+        It runs in the caller's thread, which has its CUDA stream, autocast and inference mode.
+        """
         if self.runs_here():
             return work()
-        if self.idle or self.in_thread():
-            return self._perform(work)
-        return self.submit("operation", lambda: self._perform(work)).wait()
+        if not self.idle and not self.in_thread():
+            self.submit("operation", _nothing).wait()
+        return self._perform(work)
 
     def submit(self, operation: str, work: Callable[[], Any]) -> Ticket:
         """Queue a job for the communication thread: `work`, which may `run` operations.
@@ -210,3 +213,7 @@ class SerialExecutor:
         else:
             self._num_finished += in_thread
             ticket.finish(result)
+
+
+def _nothing() -> None:
+    """What is queued to wait for all that was queued before."""

@@ -1,0 +1,97 @@
+"""Watchdog: a thread that looks after operations on a GPU, for which no host waits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from typing import Protocol
+
+import torch
+
+log = logging.getLogger("murmura")
+
+LOOK_SECONDS = 0.1  # between two looks
+END_SECONDS = 10.0  # for the look under way to end, when the last channel is closed
+
+
+class Channel(Protocol):
+    """The launches of a channel."""
+
+    def look(self) -> bool:
+        """Forget what is done, and end what takes too long. Whether anything is pending."""
+        ...
+
+
+class Watchdog:
+    """Looks after the launches of a transport and of what was split off it, in a thread that lives as long as they."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+        self._pending = threading.Event()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._has_complained = False  # since it last could look
+
+    def watch(self, channel: Channel) -> None:
+        self._channels.add(channel)
+
+    def forget(self, channel: Channel) -> None:
+        """`channel` launches nothing any more; the last one ends the thread."""
+        self._channels.discard(channel)
+        if not self._channels:
+            self._ended.set()
+            self._pending.set()
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join(END_SECONDS)  # it may be asking ranks that do not answer
+            self._thread = None
+
+    def wake(self) -> None:
+        """Something has been launched."""
+        if not self._is_alive():
+            with self._starting:
+                if not self._is_alive():
+                    self._ended.clear()
+                    args = (weakref.ref(self), self._device, self._pending, self._ended)
+                    self._thread = threading.Thread(target=_look_after, args=args, name="murmura-watchdog", daemon=True)
+                    self._thread.start()
+        if not self._pending.is_set():
+            self._pending.set()
+
+    def _is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def look(self) -> None:
+        self._pending.clear()
+        error: Exception | None = None
+        for channel in list(self._channels):
+            try:
+                is_pending = channel.look()
+            except Exception as failed:  # while a graph is captured, for example; without this thread no deadline holds
+                is_pending, error = True, failed
+            if is_pending:
+                self._pending.set()
+        if error is not None and not self._has_complained:
+            log.warning(
+                "the deadlines of operations on the GPU cannot be checked now, and will be again soon: %s", error
+            )
+        self._has_complained = error is not None
+
+
+def _look_after(
+    reference: weakref.ref[Watchdog], device: torch.device, pending: threading.Event, ended: threading.Event
+) -> None:
+    """The thread: holds the watchdog only while it looks, so that a transport that is dropped takes it along."""
+    torch.cuda.set_device(device)  # a thread begins on GPU 0, where its first query would make a context
+    while not ended.wait(LOOK_SECONDS):
+        if not pending.wait(1.0):
+            if reference() is None:
+                return
+            continue
+        watchdog = reference()
+        if watchdog is None:
+            return
+        watchdog.look()
+        del watchdog
