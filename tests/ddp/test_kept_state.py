@@ -92,7 +92,29 @@ def test_another_algorithm_right_after_a_resume_starts_from_equal_moments(
     assert all_equal([[each] for each in on_ranks(run, 2)])
 
 
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce:compressor=topk(ratio=0.25)", "powersgd"])
+LOSSY = ["gradient_allreduce:compressor=topk(ratio=0.25)", "powersgd:min_compression_rate=1"]
+
+
+@pytest.mark.parametrize("algorithm", LOSSY)
+def test_a_step_that_was_skipped_before_the_resume_is_noticed_by_a_part(algorithm: str) -> None:
+    """As by the whole model: what the messages of its round lost counts as it did before."""
+
+    def run(transport: Transport, by_parts: bool) -> list[Tensor]:
+        state: dict[str, Any] = {}
+        for resumes in (False, True):
+            with closing(DDP(mlp(), transport, algorithm=algorithm)) as ddp:
+                x = values(4, 4, seed=100 * resumes + transport.rank)
+                if resumes:
+                    ddp.load_algorithm_state_dict(state)
+                first, activation, second = ddp.module
+                (second(activation(first(x))) if resumes and by_parts else ddp(x)).square().mean().backward()
+                state = ddp.algorithm_state_dict()
+        return [each.grad for each in ddp.module.parameters()]
+
+    assert all_equal([*on_ranks(run, 2, False), *on_ranks(run, 2, True)])
+
+
+@pytest.mark.parametrize("algorithm", LOSSY)
 def test_a_step_after_the_state_was_loaded_is_a_step(algorithm: str) -> None:
     """When the next one is skipped, only what its own messages lost is taken back."""
 

@@ -315,6 +315,7 @@ class DDP(TorchSurface):
         self._driver.trained.load_state_dict(state.get("trained"), self.algorithm)
         self._replica.round = state["round"]
         self.algorithm.load_state_dict(state["algorithm"])
+        self._driver.needs_settling = True  # the step of its last round may have been skipped
 
     def remember_optimizer(self, optimizer: Optimizer) -> None:
         """Tell of an optimizer before its first step: a change of algorithm then averages its moments at once.
