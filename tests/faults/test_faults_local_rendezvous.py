@@ -66,20 +66,22 @@ def test_whoever_does_not_follow_the_protocol_is_turned_away_and_the_world_works
         assert (host.result(), guest.result()) == (0.5, 0.5)
 
 
-@pytest.mark.parametrize("leave", [lambda it: it.send(b"?"), lambda it: it.shutdown(socket.SHUT_WR)])
-def test_a_visitor_that_seems_to_have_died_gets_nothing_without_the_secret(leave):
+@pytest.mark.parametrize("speaks", [True, False])
+def test_a_visitor_that_seems_to_have_died_gets_nothing_without_the_secret(speaks):
     job = uuid.uuid4().hex
     dead, alive = os.pipe()
     os.close(alive)  # as the life descriptor of a rank that died
     segment = os.memfd_create("segment")
-    with contextlib.ExitStack() as crowd, ThreadPoolExecutor(1) as pool:
+    with contextlib.ExitStack() as crowd, ThreadPoolExecutor(2) as pool:
         host = pool.submit(meet, job, 0, 2, segment, SECONDS, secret="swordfish")
         visitor = knock(crowd, job)
         visitor.settimeout(SECONDS)
         hello = json.dumps({"rank": 1, "world_size": 2, "nonce": "0"}).encode()
         visitor.sendmsg([hello], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [dead]))])
         assert "nonce" in json.loads(visitor.recv(4096))
-        leave(visitor)
+        visitor.send(b"?") if speaks else visitor.shutdown(socket.SHUT_WR)
+        assert "does not know the job's secret" in json.loads(visitor.recv(4096))["refused"]
+        pool.submit(meet, job, 1, 2, None, SECONDS, secret="swordfish").result().close()
         host.result().close()
         assert socket.recv_fds(visitor, 4096, 253)[:2] == (b"", [])
     os.close(dead)
@@ -108,20 +110,25 @@ def test_what_another_user_announces_is_not_believed(monkeypatch):
         monkeypatch.setattr("murmura.transports.announcement.LOOK_SECONDS", 0.0)
         monkeypatch.setattr("murmura.transports.announcement.STAY_SECONDS", 0.0)
         assert isinstance(own.watch(), ConfigError)
-        monkeypatch.setattr("murmura.transports.announcement.peer_uid", lambda probe: os.getuid() + 1)
+        monkeypatch.setattr("murmura.transports.announcement.peer_ids", lambda probe: (0, os.getuid() + 1))
         assert own.watch() is None
 
 
-def test_silent_visitors_delay_nobody():
+@pytest.mark.parametrize("most", [3, 7])
+def test_silent_visitors_delay_nobody(most, monkeypatch):
+    monkeypatch.setattr("murmura.transports.shared_memory.rendezvous.MAX_RANKS", most)
     job = uuid.uuid4().hex
     with contextlib.ExitStack() as crowd, ThreadPoolExecutor(2) as pool:
         host = pool.submit(join, job, 0)
-        for _ in range(2):
-            knock(crowd, job)
+        visitors = [knock(crowd, job) for _ in range(5)]
+        for visitor in visitors[: max(0, 5 - most)]:
+            visitor.settimeout(SECONDS)
+            assert "said nothing" in json.loads(visitor.recv(4096))["refused"]
         began = time.monotonic()
         guest = pool.submit(join, job, 1)
         assert (host.result(), guest.result()) == (0.5, 0.5)
         assert time.monotonic() - began < 4.0
+        assert most < 7 or [visitor.recv(4096) for visitor in visitors] == [b""] * 5  # rank 0 has left without a word
 
 
 def test_the_name_of_the_rendezvous_tells_nothing_of_the_secret_and_a_wrong_one_is_refused(monkeypatch):

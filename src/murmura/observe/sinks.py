@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol, runtime_checkable
 
@@ -38,29 +38,21 @@ class JSONLines:
         self._file: IO[str] | None = None
 
     def open(self, rank: int) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._path = self._folder / f"rank-{rank}.jsonl"
-        with self._naming():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._path, "w", encoding="utf-8", buffering=1)
+        self._file = open(self._path, "w", encoding="utf-8", buffering=1)
 
     def write(self, record: Record) -> None:
         assert self._file is not None
-        with self._naming():
+        try:
             self._file.write(record.to_json() + "\n")
+        except OSError as error:  # that of a full disk names no file
+            raise MurmuraError(f"records cannot be written to {self._path}: {error.strerror}.") from error
 
     def close(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):  # what could not be written has been told
                 self._file.close()
-
-    @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise MurmuraError(
-                f"the records of this rank cannot be written to {self._path}: {error.strerror}."
-            ) from error
 
 
 class TensorBoard:

@@ -17,7 +17,7 @@ from typing import Self
 
 from murmura.errors import ConfigError, RendezvousError, TransportError
 from murmura.transports.choice import Claim, disagreement
-from murmura.transports.shared_memory.rendezvous import peer_uid, socket_address
+from murmura.transports.shared_memory.rendezvous import peer_ids, socket_address
 from murmura.transports.watched_store import nobody, poll
 from murmura.types import TransportKind
 
@@ -99,7 +99,7 @@ class Announcement:
                 return True
             except OSError:
                 return False
-            return peer_uid(probe) == os.getuid()
+            return peer_ids(probe)[1] == os.getuid()
 
     def _address(self, rank: int, what: str) -> str:
         return f"{socket_address(f'{self._job}:{rank}')}:{what}"

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from murmura.errors import RendezvousError
-from murmura.transports.liveness import open_life_fd
+from murmura.transports.liveness import Liveness, open_life_fd
 from murmura.transports.watched_store import Watch, nobody
 
 GREET_SECONDS = 5.0  # for a client to say who it is
@@ -155,7 +155,9 @@ class _Server:
     def _serve_once(self, listener: socket.socket, deadline: float) -> None:
         """Accept and read what arrives within LOOK_SECONDS."""
         now = time.monotonic()
-        for client in [client for client in self._waiting.values() if client.until <= now]:
+        silent = [client for client in self._waiting.values() if not client.nonce]
+        late = [client for client in self._waiting.values() if client.until <= now]
+        for client in late or silent[: max(0, len(silent) - MAX_RANKS)]:  # a crowd would take all file descriptors
             self._refuse(client, "A process that said nothing was refused.")
         with selectors.DefaultSelector() as selector:
             for connection in (listener, *self._waiting):
@@ -168,7 +170,7 @@ class _Server:
             with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # it has left again
                 client = _Client(listener.accept()[0], time.monotonic() + GREET_SECONDS)
                 self._waiting[client.connection] = client
-                if peer_uid(client.connection) != os.getuid():
+                if peer_ids(client.connection)[1] != os.getuid():
                     self._refuse(client, "A process of another user was refused.")
 
     def _read(self, client: _Client) -> None:
@@ -177,8 +179,8 @@ class _Server:
             for fd in fds:
                 os.close(fd)
             # A rank that died before it answered has come all the same: its peers lose it in their first operation.
-            died = not message and _readable_now(client.life_fd, DEATH_SECONDS)
-            if died:  # it has proved nothing, so if somebody only seems to have died, nothing is sent there
+            died = not message and _readable_now(client.life_fd, DEATH_SECONDS) and _is_dead(client.connection)
+            if died:  # it has proved nothing, so nothing is sent to a child that it may have left the connection to
                 client.connection.shutdown(socket.SHUT_RDWR)
             if not died and not _is_proof(message.get("proof"), self._secret, "client", client.nonce, client.rank):
                 self._refuse(client, "A process that does not know the job's secret was refused.")
@@ -248,7 +250,7 @@ def _holder(address: str) -> str:
         probe.setblocking(False)
         try:
             probe.connect(address)
-            uid = peer_uid(probe)
+            uid = peer_ids(probe)[1]
         except OSError:  # it has left, or is too busy to say
             return "another world is just being set up under the same name."
     if uid == os.getuid():
@@ -299,7 +301,7 @@ def _join_server(
                 time.sleep(pause)  # nothing to wait on: the socket does not exist yet
                 pause = min(2 * pause, 0.05)
         server.setblocking(True)
-        if peer_uid(server) != os.getuid():
+        if peer_ids(server)[1] != os.getuid():
             raise RendezvousError(
                 f"rank {rank} found a process of another user at its rendezvous and told it nothing. "
                 "Choose another job_id, and tell whoever runs this machine."
@@ -350,9 +352,16 @@ def _is_ascii(told: object) -> TypeGuard[str]:
     return isinstance(told, str) and told.isascii()
 
 
-def peer_uid(connection: socket.socket) -> int:
+def peer_ids(connection: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid, uid
+
+
+def _is_dead(connection: socket.socket) -> bool:
+    with contextlib.closing(Liveness({0: peer_ids(connection)[0]})) as process:
+        return bool(process.dead())
 
 
 def _readable(connection: socket.socket, deadline: float) -> bool:
@@ -374,7 +383,7 @@ def _send(connection: socket.socket, message: dict[str, object], fds: list[int] 
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, object], list[int]]:
-    """Return the message and its file descriptors; the message is empty if it was not valid JSON."""
+    """Return the message and its file descriptors; the message is empty if the other side has left."""
     try:
         data, fds, _, _ = socket.recv_fds(connection, MAX_BYTES, MAX_RANKS + 2, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
@@ -382,8 +391,8 @@ def _receive(connection: socket.socket) -> tuple[dict[str, object], list[int]]:
     try:
         message = json.loads(data) if data else {}
     except (ValueError, RecursionError):
-        message = {}
-    return (message if isinstance(message, dict) else {}), list(fds)
+        message = None
+    return (message if isinstance(message, dict) else {"unreadable": True}), list(fds)
 
 
 def _list(ranks: tuple[int, ...]) -> str:
