@@ -93,6 +93,6 @@ def test_a_port_in_use_is_the_users_turn(tmp_path: Path) -> None:
         words = ["run", "-n", "1", "--nnodes", "2", "--coordinator", address, str(tmp_path / "script.py")]
         done = run_forked(murmura, words)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: host 0 cannot listen at {address}: ")
+    assert done.stderr.startswith(f"error: host 0 cannot listen at {address}. ")
     assert done.stderr.endswith("Choose another one, on all hosts.\n")
     assert "Traceback" not in done.stderr
