@@ -1,7 +1,7 @@
 """Algorithms of few bytes in all circumstances of `lives`, each case against the simulation.
 
 Any two circumstances meet in the quick cases on threads. Each of them meets every transport between processes, with up
-to four ranks in the quick cases. The slow ones are everything that can be on threads, and the grid of algorithms,
+to three ranks in the quick cases. The slow ones are everything that can be on threads, and the grid of algorithms,
 lives and sizes on every transport.
 """
 
@@ -60,7 +60,7 @@ def test_every_circumstance_meets_every_transport() -> None:
             assert axis == "hosts" or {getattr(case, axis) for case in met} == set(AXES[axis]), (transport, axis)
 
 
-@pytest.mark.parametrize("size", [pytest.param(each, marks=pytest.mark.slow) if each > 4 else each for each in SIZES])
+@pytest.mark.parametrize("size", [pytest.param(each, marks=pytest.mark.slow) if each > 3 else each for each in SIZES])
 @pytest.mark.parametrize("transport", HOSTS_OF)
 def test_pairs_between_processes(transport: str, size: int) -> None:
     check_between_processes(transport, few_of(transport, size))

@@ -61,7 +61,7 @@ def swap_with_all(transport: Transport, length: int) -> dict[int, str]:
     return {peer: digest(out) for out, peer in recvs}
 
 
-@pairs(world=those(), size=[2, 3, 5, 8], length=[0, 3, 300_007])
+@pairs(world=those(), size=[2, 3, 5, pytest.param(8, id="8", marks=pytest.mark.slow)], length=[0, 3, 300_007])
 def test_all_pairs_both_ways_in_one_exchange(world: World, size: int, length: int) -> None:
     for rank, received in enumerate(world.run(swap_with_all, size, length)):
         assert received == {

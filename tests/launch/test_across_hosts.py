@@ -17,7 +17,7 @@ from murmura import run_world
 from murmura.tools.lab import Hosts
 from tools.lab.conditions import needs_namespaces
 
-pytestmark = needs_namespaces
+pytestmark = [needs_namespaces, pytest.mark.slow]  # tools/lab/test_hierarchical_hosts.py has hosts in the short run
 
 SCRIPT = str(Path(__file__).parent / "training.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -32,7 +32,6 @@ def one_host(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return agreed(folder, hosts=(0, 0, 0, 0))
 
 
-@pytest.mark.slow
 def test_murmura_run_trains_on_one_host_as_run_world_does(one_host: dict[str, Any], tmp_path: Path) -> None:
     done = murmura_run("-n", "4", SCRIPT, str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -91,9 +90,9 @@ def start_with_variables_alone(hosts: Hosts, folder: Path) -> None:
 @pytest.mark.parametrize(
     "start",
     [
-        pytest.param(start_with_murmura_run, id="murmura run", marks=pytest.mark.slow),
-        pytest.param(start_with_torchrun, id="torchrun", marks=pytest.mark.slow),
-        pytest.param(start_with_variables_alone, id="variables"),  # which starts the fewest processes,
+        pytest.param(start_with_murmura_run, id="murmura run"),
+        pytest.param(start_with_torchrun, id="torchrun"),
+        pytest.param(start_with_variables_alone, id="variables"),
     ],
 )
 def test_two_hosts_of_two_ranks_train_as_one_host_of_four(

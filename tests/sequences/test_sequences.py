@@ -26,7 +26,7 @@ from sequences.position import ALGORITHMS
 from sequences.rank import Told
 from sequences.simulation import simulate
 
-NUM_QUICK, NUM_THREADS, NUM_PROCESSES = 5, 500, 100
+NUM_QUICK, NUM_THREADS, NUM_PROCESSES = 2, 500, 100
 LEAST_WHOLE, LEAST_COMPARED = 0.6, 0.75  # of scripts to their end, and of actions: topk's ties decide the most
 PATIENCE = 20.0  # seconds of a wait: a machine under load must not look like a fault
 
