@@ -297,6 +297,7 @@ class SparseLoCo(DiLoCo):
         self.lost: Weights = {}
 
     def communicate(self) -> Waiting:
+        self.theta = yield from self.start_from_mean(self.theta)
         x = self.rank.weights()
         names = [name for name in x if name in self.theta]
         changes = {name: self.theta[name] - x[name] for name in names}

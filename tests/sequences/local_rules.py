@@ -46,7 +46,6 @@ class Streaming(AfterStep):
 
     kept = ("theta", "velocity", "pieces", "arrived")
     overlap = 1
-    has_begun = False
     is_in_step = False
 
     def begin(self) -> None:
@@ -61,17 +60,12 @@ class Streaming(AfterStep):
         self.key: object = None  # of the fragment that travels
         self.pieces: list[Piece] = []
         self.arrived: list[Tensor] = []  # what these pieces are to become
-        self.is_restarted, self.has_begun = self.has_begun, True
 
     def take_in(self, names: list[str]) -> None:
         for name, each in self.rank.included():
             if name in names:
                 self.theta[name] = each.detach().clone()
                 self.velocity[name] = torch.zeros_like(each)
-
-    def restore(self, state: object) -> None:
-        super().restore(state)  # type: ignore[arg-type]
-        self.is_restarted = False
 
     # When
 
@@ -127,7 +121,7 @@ class Streaming(AfterStep):
 
     def communicate(self) -> Waiting:
         number = self.due.pop(0)
-        self.is_restarted = False
+        self.theta = yield from self.start_from_mean(self.theta)
         yield from self.arrive()
         self.take_over()
         index = self.fragment_after(number)

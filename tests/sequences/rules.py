@@ -189,9 +189,26 @@ class AfterStep(Rule):
     not know whether its step was skipped or is still to come: the ranks communicate if any of them has stepped.
     """
 
+    is_restarted = has_begun = False
+
     def begin(self) -> None:
         self.num_pending = 0
         self.is_last_due = False
+        self.is_restarted, self.has_begun = self.has_begun, True
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        self.is_restarted = False
+
+    def start_from_mean(self, own: Weights) -> Generator[Any, Any, Weights]:
+        """Where other weights were loaded since, `own` may differ: their mean, and the weights move along."""
+        if not self.is_restarted:
+            return own
+        self.is_restarted = False
+        mean = mean_of((yield from self.rank.exchange("restart", own)))
+        now = self.rank.weights()
+        self.rank.write({name: now[name] + mean[name] - each for name, each in own.items()})
+        return mean
 
     def is_due(self, number: int) -> bool:
         return (number + 1) % self.choice.interval == 0
@@ -249,6 +266,7 @@ class DiLoCo(AfterStep):
                 self.velocity[name] = torch.zeros_like(each)
 
     def communicate(self) -> Waiting:
+        self.theta = yield from self.start_from_mean(self.theta)
         own = {name: self.theta[name] - x if name in self.theta else x for name, x in self.rank.weights().items()}
         everyone = yield from self.rank.exchange("weights", own)
         new = mean_of(everyone)
@@ -282,6 +300,9 @@ class LowPrecision(AfterStep):
         return x.add(self.left[name], alpha=1 / 3).add(self.right[name], alpha=1 / 3).sub(self.mine[name], alpha=5 / 3)
 
     def communicate(self) -> Waiting:
+        if self.is_restarted:
+            self.mine = yield from self.start_from_mean(self.mine)
+            self.left, self.right = dict(self.mine), dict(self.mine)
         names = list(self.mine)
         x = self.rank.weights()
         parts = [self.change(x[each], each) for each in names]
