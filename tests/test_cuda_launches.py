@@ -314,6 +314,16 @@ def test_the_error_of_a_job_is_carried_by_its_ticket(gpu: GPU) -> None:
     launches.close()
 
 
+def test_a_group_that_does_not_end_holds_nobody_up(gpu: GPU) -> None:
+    gate, on = threading.Event(), []
+    assert not own_groups.end_within(0.05, DEVICE, lambda: on.append(gate.wait(10.0)))
+    gate.set()
+    assert own_groups.end_within(10.0, DEVICE, lambda: on.append(gpu.devices[threading.get_ident()]))
+    assert DEVICE in on
+    with pytest.raises(ZeroDivisionError):
+        own_groups.end_within(10.0, DEVICE, lambda: on.append(1 // 0))
+
+
 def test_groups_of_our_own_are_made_without_blocking_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)

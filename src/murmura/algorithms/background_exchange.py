@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,10 +74,10 @@ class BackgroundExchanges:
 
         def run() -> None:
             if len(sides) == 1:
-                with torch.no_grad(), OnStream(sides[0]):
+                with _without_gradients(), OnStream(sides[0]):
                     work()
                 return
-            with torch.no_grad(), contextlib.ExitStack() as current:
+            with _without_gradients(), contextlib.ExitStack() as current:
                 for side in sides:
                     current.enter_context(OnStream(side))
                 work()
@@ -91,3 +93,8 @@ class BackgroundExchanges:
         filled.record(current_stream(device.index))
         stream.wait_event(filled)
         return stream
+
+
+def _without_gradients() -> AbstractContextManager[Any]:
+    """torch.no_grad() where it is not in force already, as it is inside a backward."""
+    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()

@@ -45,8 +45,8 @@ class Bucket:
         returned.
         """
         if self.gpu is not None and gradients:
-            with torch.no_grad():
-                torch._foreach_copy_([self.views[slot] for slot in gradients], list(gradients.values()))
+            plain = [each.detach() if each.requires_grad else each for each in gradients.values()]
+            torch._foreach_copy_([self.views[slot] for slot in gradients], plain)
         has_graphs = False
         for slot, gradient in gradients.items():
             parameter = self.parameters[slot]
@@ -60,19 +60,18 @@ class Bucket:
 
     def gradient_outside(self, slot: int) -> Tensor | None:
         """The gradient of `parameters[slot]`, unless it is in the bucket already; `UsageError` if it does not fit."""
-        if self.holds(slot):
-            return None
-        gradient = self.parameters[slot].grad
-        if gradient is self.views[slot]:  # `grad.data = ...` took the view itself out of the bucket
-            self.views[slot] = self.views_of(self.flat)[slot]
-        view = self.views[slot]
+        gradient, view, place = self.parameters[slot].grad, self.views[slot], self._places[slot]
+        if gradient is view:
+            if view.data_ptr() == place:
+                return None
+            view = self.views[slot] = self.views_of(self.flat)[slot]  # `grad.data = ...` took it out of the bucket
         assert gradient is not None
         if gradient.layout is not torch.strided:
             raise UsageError(
                 f"the gradient of {self.names[slot]!r} is sparse, which DDP does not exchange. "
                 "Build the embedding with sparse=False, or name the parameter in DDP(ignore=...)."
             )
-        if gradient.data_ptr() == view.data_ptr() and gradient.stride() == view.stride():
+        if gradient.data_ptr() == place and gradient.stride() == view.stride():
             return None
         if (gradient.dtype, gradient.device) != self._form or gradient.shape != self._shapes[slot]:
             raise UsageError(
@@ -85,6 +84,11 @@ class Bucket:
         """Whether the gradient of `parameters[slot]` is its view, which still lies in `flat`."""
         view = self.views[slot]
         return self.parameters[slot].grad is view and view.data_ptr() == self._places[slot]
+
+    def holds_all(self) -> bool:
+        """Whether it holds the gradients of all its parameters."""
+        are_views = all(parameter.grad is view for parameter, view in zip(self.parameters, self.views, strict=True))
+        return are_views and [view.data_ptr() for view in self.views] == self._places
 
     def __repr__(self) -> str:
         return (

@@ -25,7 +25,7 @@ class BucketPlanner:
         self._bucket_bytes = bucket_bytes
         self.allocate: Allocate = replica.transport.allocate  # the memory of the buckets
         self._order = list(reversed(replica.trainable()))
-        self._is_observed = False
+        self.is_observed = False  # the order in which gradients come is known
         self._cut: list[tuple[int, ...]] | None = None  # the order cut into buckets, once asked for
 
     @property
@@ -75,9 +75,9 @@ class BucketPlanner:
 
     def observe(self, observed: Sequence[nn.Parameter]) -> bool:
         """Take over, once, the order in which rank 0 observed gradients; whether it is another one. Collective."""
-        if self._is_observed:
+        if self.is_observed:
             return False
-        self._is_observed = True
+        self.is_observed = True
         position = {id(parameter): index for index, parameter in enumerate(self._replica.parameters)}
         came = [position[id(parameter)] for parameter in observed]
         order = torch.tensor([*came, *(index for index in self._order if index not in set(came))])
@@ -93,7 +93,7 @@ class BucketPlanner:
         names = self._replica.names
         return {
             "buckets": [[names[each] for each in members] for members in self._plan()],
-            "is_observed": self._is_observed,
+            "is_observed": self.is_observed,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -106,6 +106,6 @@ class BucketPlanner:
                 f"this state holds parameter {unknown[0]!r}, which the model here does not have: it was saved for "
                 "another model."
             )
-        self._is_observed = state["is_observed"]
+        self.is_observed = state["is_observed"]
         self._cut = [tuple(place[name] for name in bucket) for bucket in state["buckets"]]
         self._order = [index for bucket in self._cut for index in bucket]

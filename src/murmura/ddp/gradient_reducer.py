@@ -32,6 +32,7 @@ from murmura.transports.host import has_idle_core, members_of
 
 log = logging.getLogger("murmura")
 
+_NOTHING = contextlib.nullcontext()
 NUM_OUTSIDE = 2  # how many buckets' gradients may wait outside them, which takes as much memory again
 
 
@@ -46,7 +47,7 @@ class GradientReducer:
         self._replica = replica
         self._planner = planner
         self.observer: Observer | None = None
-        self.observed: dict[int, nn.Parameter] = {}  # by id, in the order their gradients came in the round under way
+        self.observed: dict[int, nn.Parameter] = {}  # by id, in the order their gradients came in the first round
         self._transport = replica.transport
         self._num_ranks_here = len(members_of(self._transport.hosts, self._transport.rank))
         self._background = BackgroundExchanges(replica.transport)
@@ -106,6 +107,7 @@ class GradientReducer:
         self._before = None
         self._weight: float | None = None  # of the round, where it comes before the exchange
         self.observed = {}
+        self._observes = not self._planner.is_observed
         # Decided once a round, for the next one: it takes a system call.
         self._in_background = not self._on_cpu or self._transport.has_spare_core()
         self._copies_beside = self._in_background and self._has_core_for_copies()
@@ -168,7 +170,8 @@ class GradientReducer:
             key = gpu, torch._C._cuda_getCurrentRawStream(gpu)  # a Stream object would cost as much as the rest
             if key not in self._streams:
                 self._streams[key] = current_stream(gpu)
-        self.observed.setdefault(id(parameter), parameter)
+        if self._observes:
+            self.observed.setdefault(id(parameter), parameter)
         if not is_final:
             return
         if gpu is None:
@@ -269,6 +272,8 @@ class GradientReducer:
     def _check_views(self) -> None:
         """Raise `UsageError` if a gradient is no longer that which was exchanged: its mean would be lost."""
         for bucket, ready in zip(self.buckets, self._ready, strict=True):
+            if bucket.holds_all():
+                continue
             for slot, parameter in enumerate(bucket.parameters):
                 if not ready[slot] or bucket.holds(slot):
                     continue
@@ -357,4 +362,4 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
     A backward that is called inside autocast runs inside it too, and so do exchanges in its thread; those in a
     communication thread do not.
     """
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING

@@ -69,7 +69,7 @@ class Tail:
 
     def exchange(self) -> None:
         """Overwrite the tail with its mean over the ranks."""
-        self._transport.all_reduce(self.values, ReduceOp.MEAN)
+        self._transport.all_reduce_own(self.values, ReduceOp.MEAN)
         if self._on_cuda:
             self._staging.copy_(self.values, non_blocking=True)
             self._copied = torch.cuda.current_stream(self.values.device).record_event()

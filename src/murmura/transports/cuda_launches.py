@@ -72,7 +72,9 @@ class LaunchOrder:
 
     def enter(self, stream: torch.cuda.Stream) -> None:
         """An operation is about to be launched on `stream`: it begins after the one launched last."""
-        if self._last != stream and (self.job or threading.get_ident() == self._home):
+        if self._last is stream or self._last == stream:  # objects of one stream are compared in Python
+            return
+        if self.job or threading.get_ident() == self._home:
             stream.wait_stream(self._last)
             self._last = stream
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -43,6 +44,20 @@ def has_all_reduce(kind: str, flat: Tensor, op: ReduceOp, world_size: int) -> bo
     if flat.dtype not in NATIVE_DTYPES or ("nccl" in kind and op in BITWISE):
         return False
     return kind != "gloo" or not is_small(flat.nbytes, world_size)
+
+
+def all_reduce_options(op: Any) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    return options
+
+
+@functools.cache
+def launched_all_reduce_options(op: Any) -> Any:
+    """Those of an operation on the current stream: to make them takes longer than to launch it."""
+    options = all_reduce_options(op)
+    options.asyncOp = False
+    return options
 
 
 def all_to_all_options() -> Any:

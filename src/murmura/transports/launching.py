@@ -131,6 +131,11 @@ class LaunchingTransport(Transport):
             for part, came in zip(parts, target.chunk(len(parts)), strict=True):
                 part.copy_(came)
 
+    def _all_reduce_options(self, op: Any, limit: timedelta | None) -> Any:
+        if self.launches is not None:
+            return group_operations.launched_all_reduce_options(op)
+        return self._limited(group_operations.all_reduce_options(op), limit)
+
     def _limited(self, options: Any, limit: timedelta | None) -> Any:
         """`options` of torch's for an operation that may take as long as `limit`."""
         if self.launches is None:

@@ -66,6 +66,28 @@ def _make_nccl_group(store: Any, rank: int, world_size: int, timeout: float, dev
     return group
 
 
+def end_within(seconds: float, device: torch.device, act: Callable[[], None]) -> bool:
+    """Let `act`, which ends a group on the GPU `device`, take `seconds` at most; whether it has ended.
+
+    It would wait for kernels that do not end, or for peers that never end theirs. It may go on in its thread.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            torch.cuda.set_device(device)
+            act()
+        except BaseException as error:  # raised in the thread that waits
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="murmura-end", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    return not thread.is_alive()
+
+
 @contextlib.contextmanager
 def _variables_set() -> Iterator[None]:
     with _setting:

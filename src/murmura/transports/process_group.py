@@ -29,6 +29,7 @@ from murmura.transports.failure_log import FailureLog, is_timeout
 from murmura.transports.group_building import build_group
 from murmura.transports.launching import LaunchingTransport
 from murmura.transports.liveness import Liveness
+from murmura.transports.own_groups import end_within
 from murmura.transports.process_group_messages import ProcessGroupMessages, Streams
 from murmura.transports.rendezvous import Roster, Store, sign_in, under
 from murmura.transports.serial_executor import Ticket
@@ -40,6 +41,7 @@ from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp, parse
 
 __all__ = ["Check", "ProcessGroupTransport"]
+ABORT_SECONDS = 10.0  # for a group on a GPU to break off what it does; kernels of others may hold it up
 
 
 class ProcessGroupTransport(LaunchingTransport):
@@ -223,10 +225,11 @@ class ProcessGroupTransport(LaunchingTransport):
         if self.launches is not None:
             self.launches.close()
         if self._owns_group:
-            if self._on_cuda and self.failure is not None:
-                self.end_group_waits()  # to shut it down would wait for ranks that may never come
-            else:
+            if not self._on_cuda:
                 self._group.shutdown()
+            # After a failure it would wait for ranks that may never come.
+            elif self.failure is not None or not end_within(self.timeout, self.device, self._group.shutdown):
+                self.end_group_waits()
         self._group = self._group_store = self._store = self.store_served = self._failure_log = None
         self._liveness.close()
 
@@ -243,13 +246,10 @@ class ProcessGroupTransport(LaunchingTransport):
             flat_out.copy_(flat_in)
         # The sum may exceed the range of float16 where the mean does not.
         total = flat_out.float() if op is ReduceOp.MEAN and flat_out.dtype is torch.float16 else flat_out
-        options = dist.AllreduceOptions()
-        options.reduceOp = group_operations.OPS[op]
         # NCCL multiplies by 1 / n and adds: the bits of a sum that is divided, where n is a power of two.
         is_mean_native = self._on_cuda and op is ReduceOp.MEAN and self.world_size & (self.world_size - 1) == 0
-        if is_mean_native:
-            options.reduceOp = group_operations.MEAN
-        self.await_works(lambda limit: self._group.allreduce([total], self._limited(options, limit)), timeout)
+        native = group_operations.MEAN if is_mean_native else group_operations.OPS[op]
+        self.await_works(lambda limit: self._group.allreduce([total], self._all_reduce_options(native, limit)), timeout)
         if op is ReduceOp.MEAN and not is_mean_native:
             total.div_(self.world_size)
         if total is not flat_out:
@@ -307,7 +307,7 @@ class ProcessGroupTransport(LaunchingTransport):
         if not self._owns_group or self._group is None:
             return
         if self._on_cuda:
-            self._group.abort()
+            end_within(ABORT_SECONDS, self.device, self._group.abort)
             return
         group_operations.close_connections(self._group, self._peers)
 
