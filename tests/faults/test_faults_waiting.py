@@ -160,7 +160,7 @@ def test_ranks_that_wait_leave_the_processors_to_the_one_that_computes(kind, ope
 
 @pytest.mark.parametrize(
     ("world_size", "num_operations", "patient"),
-    [(2, 20_000, True), (2, 5_000, False), (4, 5_000, True), (4, 2_000, False)],
+    [(2, 10_000, True), (2, 2_000, False), (4, 2_000, True), (4, 1_000, False)],
 )
 def test_many_small_all_reduces_with_skew_are_exact_and_no_wake_up_is_lost(world_size, num_operations, patient):
     _skew(world_size, num_operations, patient)

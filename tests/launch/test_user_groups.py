@@ -71,7 +71,8 @@ def train_ten(launcher: Transport, where: str) -> tuple[set[str], list[float], l
     return kinds, means, records
 
 
-@pytest.mark.parametrize("how", ["store", *[pytest.param(how, marks=pytest.mark.slow) for how in ("file", "tcp")]])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["store", "file", "tcp"])
 def test_ten_models_on_the_default_group(how: str, tmp_path: Path) -> None:
     where = {"store": "", "file": "file://"}.get(how, "") + str(tmp_path / "store")
     if how == "tcp":

@@ -109,6 +109,7 @@ def test_without_namespaces_a_throttled_transport_stands_in_and_the_table_says_s
     assert all(row["step_ms"] > row["formula_bytes"] * 8 / 4e6 * 1000 for row in rows)
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_hosts_stand_for_a_named_rate(tmp_path: Path) -> None:
     status, shown, _ = run(*small(tmp_path / "comparison", "100mbit"), "--json", tmp_path / "result.json")

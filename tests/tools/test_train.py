@@ -166,6 +166,7 @@ def test_ctrl_c_ends_all_ranks_and_resume_comes_to_the_same_bits(tmp_path: Path,
         assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_an_interruption_before_the_first_checkpoint_says_so(tmp_path: Path) -> None:
     process = start(*small(tmp_path / "run", "--checkpoint-every", "0", steps=100_000))
     try:
