@@ -324,6 +324,16 @@ def test_a_group_that_does_not_end_holds_nobody_up(gpu: GPU) -> None:
         own_groups.end_within(10.0, DEVICE, lambda: on.append(1 // 0))
 
 
+def test_a_group_ends_with_an_interpreter_that_starts_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ended: list[bool] = []
+    assert own_groups.end_within(10.0, DEVICE, lambda: ended.append(True))
+    assert ended == [True]
+
+
 def test_groups_of_our_own_are_made_without_blocking_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)

@@ -81,7 +81,11 @@ def end_within(seconds: float, device: torch.device, act: Callable[[], None]) ->
             errors.append(error)
 
     thread = threading.Thread(target=run, name="murmura-end", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter ends, and starts no thread any more
+        act()
+        return True
     thread.join(seconds)
     if errors:
         raise errors[0]
