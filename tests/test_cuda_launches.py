@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fake_gpu import DEVICE, GPU, FakeEvent, FakeStream, Owner
-from murmura import ErrorFeedback, InProcessTransport, MinMaxUInt8
+from murmura import ErrorFeedback, InProcessTransport, MinMaxUInt8, ProcessGroupTransport
 from murmura.ddp.tail import Tail
 from murmura.errors import PeerTimeout, UsageError
 from murmura.transports import cuda_launches, group_operations, own_groups, watchdog
@@ -483,3 +483,17 @@ def test_the_host_does_not_wait_for_a_tail_whose_exchange_has_failed() -> None:
         with pytest.raises(PeerTimeout, match="rank 1 has not come"):
             tail.read(0)
         timer.join()
+
+
+def test_a_group_that_cannot_be_aborted_keeps_nothing_else_from_it(gpu: GPU) -> None:
+    """After an error of the GPU itself, to abort a communicator raises that error again."""
+    num_tried = [0]
+
+    def abort() -> None:
+        num_tried[0] += 1
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    group = SimpleNamespace(abort=abort)
+    transport: Any = SimpleNamespace(_owns_group=True, _on_cuda=True, device=DEVICE, _group=group)
+    ProcessGroupTransport.end_group_waits(transport)
+    assert num_tried == [1]

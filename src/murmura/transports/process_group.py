@@ -307,7 +307,8 @@ class ProcessGroupTransport(LaunchingTransport):
         if not self._owns_group or self._group is None:
             return
         if self._on_cuda:
-            end_within(ABORT_SECONDS, self.device, self._group.abort)
+            with contextlib.suppress(RuntimeError):  # the GPU has failed; splits are aborted all the same
+                end_within(ABORT_SECONDS, self.device, self._group.abort)
             return
         group_operations.close_connections(self._group, self._peers)
 
