@@ -65,6 +65,8 @@ class GPU:
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: id(self.current), raising=False)
         patch.setattr(cuda_launches, "_streams", {})
         patch.setattr(torch.cuda, "current_device", lambda: 0)
+        self.is_capturing = False
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
         patch.setattr(torch.cuda, "set_stream", self.set)
         self.devices: dict[int, Any] = {}  # by thread
         patch.setattr(torch.cuda, "set_device", lambda device: self.devices.update({threading.get_ident(): device}))

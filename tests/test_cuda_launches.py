@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fake_gpu import DEVICE, GPU, FakeEvent, FakeStream, Owner
-from murmura import ErrorFeedback, InProcessTransport, MinMaxUInt8
-from murmura.errors import PeerTimeout
-from murmura.transports import cuda_launches, own_groups, watchdog
+from murmura import ErrorFeedback, InProcessTransport, MinMaxUInt8, ProcessGroupTransport
+from murmura.ddp.tail import Tail
+from murmura.errors import PeerTimeout, UsageError
+from murmura.transports import cuda_launches, group_operations, own_groups, watchdog
 from murmura.transports.cuda_launches import CudaLaunches, OnStream
 
 
@@ -37,6 +41,99 @@ def test_an_operation_that_does_not_end_is_given_up_at_its_deadline(gpu: GPU) ->
     with pytest.raises(PeerTimeout):
         launches.raise_failure("all_reduce #2")
     launches.close()
+
+
+def test_an_operation_is_watched_while_the_host_still_launches_it(gpu: GPU) -> None:
+    """NCCL connects two ranks at their first message, and the host waits for that inside torch."""
+    owner, unwatched = Owner(), []
+    launches = CudaLaunches(owner, DEVICE)
+
+    def connect(_: None) -> None:
+        gpu.training.events[0].is_done = True  # the device has come to it
+        unwatched.append(not owner.gave_up.wait(10.0))
+        raise RuntimeError("the communicator was aborted")
+
+    with pytest.raises(RuntimeError, match="was aborted"):
+        launches.launch(connect, "exchange", "exchange: send(dst=1) of float32[3]", [1], 0.1)
+    assert unwatched == [False]
+    launches.close()
+
+
+def test_an_operation_whose_launch_is_refused_leaves_nothing_to_watch(gpu: GPU) -> None:
+    owner = Owner()
+    launches = CudaLaunches(owner, DEVICE)
+
+    def refuse(_: None) -> None:
+        raise RuntimeError("Tensors must be CUDA and dense")
+
+    with pytest.raises(RuntimeError, match="must be CUDA"):
+        launches.launch(refuse, "all_reduce #1", "all_reduce(sum) of float32[3]", [1], 0.1)
+    gpu.training.done()
+    assert not launches.look()
+    assert not owner.gave_up.wait(0.2)
+    launches.close()
+
+
+def test_no_operation_becomes_part_of_a_graph(gpu: GPU) -> None:
+    """Its events would be the graph's: every query of them fails, and the deadlines of all that follows are lost."""
+    launches = CudaLaunches(Owner(), DEVICE)
+    gpu.is_capturing = True
+    with pytest.raises(UsageError, match="all_reduce #1 was called while a CUDA graph is captured"):
+        launch(launches)
+    assert not launches.look()
+    assert gpu.training.events == gpu.training.waited_for == []
+    launches.close()
+
+
+def test_channels_may_be_split_off_while_the_watchdog_looks() -> None:
+    """An error there would end its thread, and with it all deadlines until the next launch."""
+    dog, over, errors = watchdog.Watchdog(DEVICE), threading.Event(), []
+
+    class Idle:
+        def look(self) -> bool:
+            return False
+
+    def look() -> None:
+        try:
+            while not over.is_set():
+                dog.look()
+        except RuntimeError as error:
+            errors.append(error)
+
+    channels = [Idle() for _ in range(2000)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for channel in channels:
+            dog.watch(channel)
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        thread.join()
+    assert errors == []
+
+
+def test_a_torch_that_cannot_run_an_operation_on_the_current_stream_is_not_asked_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch 2.6 has asyncOp for a broadcast, and not for an all-reduce or an all-to-all."""
+
+    class Options:
+        __slots__ = ("reduceOp", "timeout")
+
+    monkeypatch.setattr(dist, "AllreduceOptions", Options)
+    made = group_operations.launched_all_reduce_options.__wrapped__(dist.ReduceOp.SUM)
+    assert made.reduceOp == dist.ReduceOp.SUM
+    assert not group_operations.on_current_stream(dist.BroadcastOptions()).asyncOp
+
+
+def test_the_bytes_of_a_single_element_of_a_column() -> None:
+    """It is contiguous whatever its stride, but has no view of its bytes."""
+    column = torch.arange(6.0).view(3, 2)[:, 1]
+    for part in column.split(1):
+        assert torch.equal(group_operations.raw(part).view(torch.float32), part)
 
 
 def test_the_time_of_an_operation_does_not_run_before_it_begins(gpu: GPU) -> None:
@@ -368,3 +465,35 @@ def test_a_residual_that_is_loaded_may_be_dropped_before_the_device_has_copied_i
     ((tensor, stream),) = recorded
     assert tensor is residual
     assert stream is gpu.current
+
+
+def test_the_host_does_not_wait_for_a_tail_whose_exchange_has_failed() -> None:
+    """A group that was handed over is not aborted, so its kernel, and the copy behind it, may never end."""
+
+    class Never(FakeEvent):
+        def synchronize(self) -> None:
+            raise AssertionError("the host waits for ever")
+
+    with InProcessTransport.create_group(1)[0] as transport:
+        bucket: Any = SimpleNamespace(names=["weight"], parameters=[None], flat=torch.zeros(1))
+        tail = Tail([bucket], transport)
+        tail._copied = Never()  # type: ignore[assignment]
+        timer = threading.Timer(0.05, transport.abort, [PeerTimeout("rank 1 has not come")])
+        timer.start()
+        with pytest.raises(PeerTimeout, match="rank 1 has not come"):
+            tail.read(0)
+        timer.join()
+
+
+def test_a_group_that_cannot_be_aborted_keeps_nothing_else_from_it(gpu: GPU) -> None:
+    """After an error of the GPU itself, to abort a communicator raises that error again."""
+    num_tried = [0]
+
+    def abort() -> None:
+        num_tried[0] += 1
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    group = SimpleNamespace(abort=abort)
+    transport: Any = SimpleNamespace(_owns_group=True, _on_cuda=True, device=DEVICE, _group=group)
+    ProcessGroupTransport.end_group_waits(transport)
+    assert num_tried == [1]

@@ -18,6 +18,7 @@ from contracts.training import Run, assert_close, by_step, regression, train
 from murmura import DDP, ProcessGroupTransport, Transport, run_world
 from murmura.transports import group_operations
 from murmura.transports.cuda_launches import CudaLaunches
+from murmura.types import ReduceOp
 from oracles.algorithms.simulation import simulate
 from worlds import SECONDS
 
@@ -74,6 +75,7 @@ def pretend(transport: Transport) -> None:
     cuda.Stream, cuda.Event = FakeStream, FakeEvent
     cuda.current_stream = lambda device=None: streams["current"]
     cuda.current_device = lambda: 0
+    cuda.is_current_stream_capturing = lambda: False
     cuda.set_device = lambda device: None
     cuda.set_stream = lambda stream: streams.update(current=stream)
     cuda.stream = cuda.device = lambda _: contextlib.nullcontext()
@@ -130,6 +132,10 @@ def collectives(transport: Transport) -> list[float]:
     found = [float(ticket.wait()[0]) for ticket in tickets]
     expected = [float(size * number + size * (size - 1) / 2) for number in range(20) for _ in range(3)]
     assert found == expected
+    in_host_memory, num_apart = torch.full((2**20,), rank), Launched.num_apart
+    transport.all_reduce_own(in_host_memory, ReduceOp.SUM)  # as of a bucket of parameters that are not on the GPU
+    assert (in_host_memory == size * (size - 1) // 2).all()
+    assert Launched.num_apart == num_apart + 1  # NCCL was not given it
     gathered = transport.all_gather(torch.full((rank + 1,), rank))
     assert [each.tolist() for each in gathered] == [[peer] * (peer + 1) for peer in range(size)]
     ticket = transport.all_gather(torch.full((rank + 1,), float(rank)), async_op=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from murmura.collectives.deadline import Deadline
+from murmura.errors import UsageError
 from murmura.transports.serial_executor import EndedTicket, Ticket
 from murmura.transports.watchdog import Watchdog
 
@@ -39,7 +40,8 @@ def current_stream(device: int) -> torch.cuda.Stream:
     return _streams[key]
 
 
-def _is_done(event: torch.cuda.Event) -> bool:
+def is_done(event: torch.cuda.Event) -> bool:
+    """Whether the device has come to where `event` was recorded last."""
     return bool(event.query())  # type: ignore[no-untyped-call]
 
 
@@ -88,16 +90,20 @@ class Launch:
     awaited: Sequence[int]
     timeout: float
     began: torch.cuda.Event
-    ended: torch.cuda.Event
+    ended: torch.cuda.Event | None = None  # None while the host is inside torch, which may be connecting to peers
     since: float | None = None  # when it was first seen to have begun, by the monotonic clock
     looked: float = 0.0
     warn_after: float = STALL_SECONDS
 
     def has_begun(self) -> bool:
         """Whether the device has begun it; as long as it is queued behind other kernels it has not."""
-        if self.since is None and _is_done(self.began):
+        if self.since is None and is_done(self.began):
             self.since = time.monotonic()
         return self.since is not None
+
+    def has_ended(self) -> bool:
+        """Whether the host has launched it and the device has done it."""
+        return self.ended is not None and is_done(self.ended)
 
     def waited(self) -> float:
         """Seconds since it began, as far as anybody has looked."""
@@ -135,7 +141,7 @@ class StreamTicket(EndedTicket):
         self._launches = launches
 
     def done(self) -> bool:
-        return _is_done(self._ended)
+        return is_done(self._ended)
 
     def wait(self, timeout: float | None = None) -> Any:
         """As a ticket's; with a `timeout` the host waits until the device is done."""
@@ -193,18 +199,30 @@ class CudaLaunches:
     def launch(
         self, start: Callable[[None], Any], operation: str, call: str, awaited: Sequence[int], limit: float
     ) -> None:
-        """Launch what `start` starts, a work of torch's or None, on the current stream; it must end within `limit`."""
+        """Launch what `start` starts, a work of torch's or None, on the current stream; it must end within `limit`.
+
+        It is watched from before `start`: NCCL connects two ranks when they first need it, and `start` waits for that.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                f"{operation or 'an operation'} was called while a CUDA graph is captured. Operations of murmura are "
+                "watched from the host, so they cannot be part of a graph: capture what lies between them."
+            )
         stream = current_stream(self.device.index)
         if not self._is_apart:
             self.order.enter(stream)
         began, ended = self._event(), self._event()
         began.record(stream)
-        work = start(None)
-        if work is not None:  # it runs on a stream of torch's own: without a time-out only this stream waits for it
-            work.wait()
-        ended.record(stream)
-        self._pending.append(Launch(self.named(operation), call, awaited, limit, began, ended))
+        launch = Launch(self.named(operation), call, awaited, limit, began)
+        self._pending.append(launch)
         self._watchdog.wake()
+        try:
+            work = start(None)
+            if work is not None:  # it runs on a stream of torch's own: without a time-out only this stream waits for it
+                work.wait()
+        finally:
+            ended.record(stream)
+            launch.ended = ended
         if self._is_apart:
             self.await_event(ended, operation)
 
@@ -274,7 +292,7 @@ class CudaLaunches:
     def has_come(self, event: torch.cuda.Event, timeout: float | None = None) -> bool:
         """Let the host wait for `event`, at most `timeout` seconds; whether it came, or will not, after a failure."""
         deadline, num_looks = Deadline(timeout), 0
-        while not _is_done(event):
+        while not is_done(event):
             owner = self._owner()
             if owner is None or owner.failure is not None:
                 break
@@ -297,7 +315,7 @@ class CudaLaunches:
         """
         for launch in list(self._pending):
             deadline = Deadline(0.0 if self.order.is_stuck else launch.timeout)
-            while not _is_done(launch.ended):
+            while not launch.has_ended():
                 owner = self._owner()
                 if owner is None or owner.failure is not None:
                     return
@@ -312,20 +330,20 @@ class CudaLaunches:
         owner, pending = self._owner(), self._pending
         if owner is None or owner.failure is not None:
             pending.clear()
-        while pending and _is_done(pending[0].ended):
+        while pending and pending[0].has_ended():
             done = pending.popleft()
-            self._events += (done.began, done.ended)
+            self._events += [event for event in (done.began, done.ended) if event is not None]
         if owner is None:
             return False
         for launch in list(pending):  # on several streams: one may wait for its turn while a later one has begun
             waited = launch.waited()
-            if waited <= min(SUSPECT_SECONDS, launch.timeout / 2) or _is_done(launch.ended):
+            if waited <= min(SUSPECT_SECONDS, launch.timeout / 2) or launch.has_ended():
                 continue
             timed_out = waited > launch.timeout
             if timed_out or waited - launch.looked > SUSPECT_SECONDS:
                 launch.looked = waited
                 fault = owner.find_fault(launch, waited, timed_out=timed_out)
-                if fault is not None and not _is_done(launch.ended):
+                if fault is not None and not launch.has_ended():
                     pending.clear()
                     owner.give_up(fault)
                     break

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from murmura.collectives.chunks import is_small
 from murmura.collectives.reduction import BITWISE
-from murmura.transports.checks import Pairs
+from murmura.transports.checks import Pairs, flatten
 from murmura.types import ReduceOp
 
 PART_BYTES = 2**20
@@ -54,9 +54,17 @@ def all_reduce_options(op: Any) -> Any:
 
 @functools.cache
 def launched_all_reduce_options(op: Any) -> Any:
-    """Those of an operation on the current stream: to make them takes longer than to launch it."""
-    options = all_reduce_options(op)
-    options.asyncOp = False
+    """Those of a launched all-reduce: to make them takes longer than to launch it."""
+    return on_current_stream(all_reduce_options(op))
+
+
+def on_current_stream(options: Any) -> Any:
+    """`options` of an operation that runs on the current stream, as far as this torch can do that.
+
+    An older torch has no such option for most operations. It runs them on a stream of its own and returns their work.
+    """
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
     return options
 
 
@@ -75,7 +83,7 @@ def is_raw_on_cuda(tensor: Tensor) -> bool:
 
 def raw(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    return flatten(tensor, None).view(torch.uint8)
 
 
 def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:

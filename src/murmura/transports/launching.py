@@ -101,7 +101,8 @@ class LaunchingTransport(Transport):
     # Collectives that the group itself has on a GPU
 
     def all_reduce_own(self, flat: Tensor, op: ReduceOp) -> None:
-        if self.launches is None or self.world_size == 1 or self._probe is not None or is_profiled():
+        is_usual = self.world_size > 1 and self._probe is None and not is_profiled()
+        if self.launches is None or not is_usual or not flat.is_cuda:  # of a bucket in host memory, it is staged
             super().all_reduce_own(flat, op)
             return
         self.announce()
@@ -141,7 +142,7 @@ class LaunchingTransport(Transport):
         if self.launches is None:
             options.timeout = limit
         else:  # on the current stream; how long it may take is the watchdog's business
-            options.asyncOp = False
+            group_operations.on_current_stream(options)
         return options
 
     def communication_stream(self, device: torch.device) -> torch.cuda.Stream:

@@ -307,7 +307,8 @@ class ProcessGroupTransport(LaunchingTransport):
         if not self._owns_group or self._group is None:
             return
         if self._on_cuda:
-            end_within(ABORT_SECONDS, self.device, self._group.abort)
+            with contextlib.suppress(RuntimeError):  # the GPU has failed; splits are aborted all the same
+                end_within(ABORT_SECONDS, self.device, self._group.abort)
             return
         group_operations.close_connections(self._group, self._peers)
 
@@ -347,6 +348,8 @@ class ProcessGroupTransport(LaunchingTransport):
         if self.launches is not None:
             try:
                 self.launches.launch(start, self.operation, self._call, self._awaited, deadline.timeout)
+            except UsageError:  # refused before anything was sent
+                raise
             except (RuntimeError, ValueError) as error:
                 raise self._translate(error, deadline.waited) from error
             return
@@ -363,12 +366,13 @@ class ProcessGroupTransport(LaunchingTransport):
             raise self._translate(error, deadline.waited) from error
 
     def _translate(self, error: Exception, waited: float) -> Exception:
+        """The error of ours that an error of the group means."""
         operation = self.operation if self.launches is None else self.launches.named(self.operation)
         if self.failure is not None:  # aborted meanwhile, or closed, which is the cause
             return self.reporter.aborted(self.failure, operation, waited)
         if self.closed:
             return self.reporter.closed(operation)
-        return self._explain(error, waited)
+        return self._explain_call(error, operation or "an operation", self._call, self._awaited, waited)
 
     def known_cause(self, launch: Launch, waited: float) -> BaseException | None:
         return None if self._failure_log is None else self._failure_log.cause(launch.operation, waited)
@@ -376,11 +380,6 @@ class ProcessGroupTransport(LaunchingTransport):
     def explain_delay(self, launch: Launch, waited: float) -> BaseException:
         late = TimeoutError(f"timed out after {launch.timeout:.1f} s.")
         return self._explain_call(late, launch.operation, launch.call, launch.awaited, waited)
-
-    def _explain(self, error: Exception, waited: float) -> Exception:
-        """Translate an error of the group into one of ours."""
-        operation = self.operation if self.launches is None else self.launches.named(self.operation)
-        return self._explain_call(error, operation or "an operation", self._call, self._awaited, waited)
 
     def _explain_call(
         self, error: Exception, operation: str, call: str, awaited: Sequence[int], waited: float

@@ -32,16 +32,19 @@ class Watchdog:
         self._pending = threading.Event()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self._changing = threading.RLock()  # held while `_thread` or `_channels` are changed, or these are listed
         self._has_complained = False  # since it last could look
 
     def watch(self, channel: Channel) -> None:
-        self._channels.add(channel)
+        with self._changing:
+            self._channels.add(channel)
 
     def forget(self, channel: Channel) -> None:
         """`channel` launches nothing any more; the last one ends the thread."""
-        self._channels.discard(channel)
-        if not self._channels:
+        with self._changing:
+            self._channels.discard(channel)
+            is_last = not self._channels
+        if is_last:
             self._ended.set()
             self._pending.set()
             if self._thread is not None and self._thread is not threading.current_thread():
@@ -51,7 +54,7 @@ class Watchdog:
     def wake(self) -> None:
         """Something has been launched."""
         if not self._is_alive():
-            with self._starting:
+            with self._changing:
                 if not self._is_alive():
                     self._ended.clear()
                     args = (weakref.ref(self), self._device, self._pending, self._ended)
@@ -66,7 +69,9 @@ class Watchdog:
     def look(self) -> None:
         self._pending.clear()
         error: Exception | None = None
-        for channel in list(self._channels):
+        with self._changing:
+            channels = list(self._channels)
+        for channel in channels:
             try:
                 is_pending = channel.look()
             except Exception as failed:  # while a graph is captured, for example; without this thread no deadline holds
