@@ -366,13 +366,12 @@ class ProcessGroupTransport(LaunchingTransport):
             raise self._translate(error, deadline.waited) from error
 
     def _translate(self, error: Exception, waited: float) -> Exception:
-        """The error of ours that an error of the group means."""
         operation = self.operation if self.launches is None else self.launches.named(self.operation)
         if self.failure is not None:  # aborted meanwhile, or closed, which is the cause
             return self.reporter.aborted(self.failure, operation, waited)
         if self.closed:
             return self.reporter.closed(operation)
-        return self._explain_call(error, operation or "an operation", self._call, self._awaited, waited)
+        return self.explain(error, waited)
 
     def known_cause(self, launch: Launch, waited: float) -> BaseException | None:
         return None if self._failure_log is None else self._failure_log.cause(launch.operation, waited)
@@ -380,6 +379,11 @@ class ProcessGroupTransport(LaunchingTransport):
     def explain_delay(self, launch: Launch, waited: float) -> BaseException:
         late = TimeoutError(f"timed out after {launch.timeout:.1f} s.")
         return self._explain_call(late, launch.operation, launch.call, launch.awaited, waited)
+
+    def explain(self, error: Exception, waited: float) -> Exception:
+        """Translate an error of the group into one of ours; a group inside another transport leaves that to it."""
+        operation = self.operation if self.launches is None else self.launches.named(self.operation)
+        return self._explain_call(error, operation or "an operation", self._call, self._awaited, waited)
 
     def _explain_call(
         self, error: Exception, operation: str, call: str, awaited: Sequence[int], waited: float
