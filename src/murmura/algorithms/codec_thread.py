@@ -7,7 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from murmura.algorithms.checks import at_least_one
 from murmura.compressors import Compressor
+from murmura.errors import UsageError
 
 
 def cut(numel: int, num_elements: int, compressor: Compressor, device: torch.device) -> list[tuple[int, int]]:
@@ -35,6 +37,9 @@ class CodecThread:
 
     def start(self, work: Callable[[], None], *, num_pieces: int) -> Future[None]:
         """Run `work` on one of `num_pieces`; at once if that is the only one, for there is nothing to overlap with."""
+        if not callable(work):
+            raise UsageError(f"work={work!r} is no function.")
+        at_least_one(num_pieces=num_pieces)
         if num_pieces == 1:
             work()
             future: Future[None] = Future()

@@ -20,7 +20,7 @@ from murmura.algorithms.compressed import wide
 from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.parameter_state import ParameterState
 from murmura.algorithms.skipped_steps import gradients_are_gone
-from murmura.algorithms.traffic import mean_bytes
+from murmura.algorithms.traffic import mean_bytes, num_elements
 from murmura.algorithms.weights import of_another_model
 from murmura.buckets import Bucket
 from murmura.errors import ConfigError, UsageError
@@ -369,7 +369,10 @@ class PowerSGDAlgorithm(Algorithm):
     def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
         """After the warm-up, in which it sends what `GradientAllReduceAlgorithm` does."""
         if isinstance(parameters, int):
-            raise UsageError("what PowerSGD sends depends on the shapes of the parameters: give these.")
+            raise UsageError(
+                f"parameters={parameters!r}: what PowerSGD sends depends on the shapes of the parameters: give these."
+            )
+        num_elements(parameters)  # refuses what is no shape
         return mean_bytes(sum(self._num_sent(shape) for shape in parameters), num_ranks)
 
     def _num_sent(self, shape: Sequence[int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from murmura.algorithms.base import Replica
+from murmura.algorithms.checks import check_replica
 
 
 def gradients_are_gone(replica: Replica) -> bool:
@@ -10,5 +11,6 @@ def gradients_are_gone(replica: Replica) -> bool:
 
     Otherwise the next backward accumulates on them. On a GPU the host waits, unless all gradients are None.
     """
+    check_replica(replica)
     gradients = [each.grad for each in replica.parameters if each.grad is not None]
     return not any(bool(gradient.any()) for gradient in gradients)
