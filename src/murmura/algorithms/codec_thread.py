@@ -47,15 +47,10 @@ class CodecThread:
             return future
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="murmura-codec")
-        return self._executor.submit(_without_gradients, work)
+        return self._executor.submit(torch.no_grad()(work))
 
     def close(self) -> None:
         """End the thread after what it does now; may be called again."""
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
             self._executor = None
-
-
-def _without_gradients(work: Callable[[], None]) -> None:
-    with torch.no_grad():
-        work()
