@@ -30,6 +30,7 @@ from murmura import (
     register_topology,
     seed_everything,
 )
+from murmura.algorithms import algorithm_named, algorithm_names
 from murmura.algorithms.toolkit import (
     BackgroundExchanges,
     CodecThread,
@@ -37,7 +38,9 @@ from murmura.algorithms.toolkit import (
     FlatWeights,
     Hierarchy,
     ParameterState,
+    as_real,
     compressed_mean,
+    gradients_are_gone,
     mean_bytes,
     num_elements,
 )
@@ -58,6 +61,7 @@ CALLS: dict[str, tuple[str, tuple[Any, ...], Callable[[Any], Any]]] = {
     "register_algorithm": ("name", NO_OBJECTS[:1] + NO_OBJECTS[2:], register_algorithm),
     "register_compressor": ("name", NO_OBJECTS[:1] + NO_OBJECTS[2:], register_compressor),
     "register_topology": ("name", NO_OBJECTS[:1] + NO_OBJECTS[2:], register_topology),
+    "feedback": ("feedback", NO_OBJECTS[:-1], lambda value: register_compressor("refused", feedback=value)),
     "what an algorithm's name stands for": ("refused", NO_OBJECTS, lambda value: register_algorithm("refused")(value)),
     "what a compressor's name stands for": ("refused", NO_OBJECTS, lambda value: register_compressor("refused")(value)),
     "seed": ("seed", NO_NUMBERS, lambda value: seed_everything(value, 0)),
@@ -130,9 +134,33 @@ CALLS |= {
     "parts of flats": ("flats", (*NO_OBJECTS, [torch.ones(9)]), FlatTensors([FLAT]).parts),
     "state of a parameter": ("weight", (*NO_OBJECTS, torch.ones(1), torch.ones(7)), flat_of),
     "state of a bucket": ("flat", NO_FLATS, lambda value: ParameterState().set_flat(bucket(), value)),
+    "bucket of a state": ("bucket", NO_OBJECTS, lambda value: ParameterState().flat(value)),
+    "bucket of a new state": ("bucket", NO_OBJECTS, lambda value: ParameterState().set_flat(value, FLAT)),
+    "names to restore": ("names", (*NO_OBJECTS, "weight", ["weight", 1]), ParameterState().restore_those_of),
+    "replica whose gradients may be gone": ("replica", NO_OBJECTS, gradients_are_gone),
+    "complex values": ("flat", NO_OBJECTS, as_real),
+    "tensors of an exchange": (
+        "tensors", NO_OBJECTS, lambda value: BackgroundExchanges(alone()).start("nothing", value, FLAT.zero_),
+    ),
+    "work of a codec": ("work", NO_OBJECTS, lambda value: CodecThread().start(value, num_pieces=1)),
+    "pieces of a codec": (
+        "num_pieces", NO_OBJECTS[:-1], lambda value: CodecThread().start(FLAT.zero_, num_pieces=value),
+    ),
     "parameters": ("parameters", (*NO_NUMBERS, -1, True, [[1, -2]], [[1.5]], [None]), num_elements),
     "number of ranks": ("num_ranks", (*NO_NUMBERS, -1, 0, True), lambda value: mean_bytes(8, value)),
 }  # fmt: skip
+
+for each in algorithm_names():
+    CALLS |= {
+        f"parameters of {each}": (
+            "parameters", (*NO_NUMBERS, -1, True, [[1, -2]], [[1.5]], [None]),
+            lambda value, each=each: algorithm_named(each).bytes_per_round(value, 2),
+        ),
+        f"number of ranks of {each}": (
+            "num_ranks", (*NO_NUMBERS, -1, 0, True),
+            lambda value, each=each: algorithm_named(each).bytes_per_round([[8, 8]], value),
+        ),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("call", CALLS)

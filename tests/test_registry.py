@@ -290,6 +290,12 @@ def test_an_announced_compressor_takes_the_options_of_error_feedback() -> None:
     assert type(compressor_named("short")).__name__ == "Short"
 
 
+@pytest.mark.parametrize("name", ["uint8:decay=0.5", "topk:decay=0.5:feedback=false", "bf16:decay=1.0"])
+def test_an_option_of_error_feedback_is_refused_where_there_is_none(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"decay=.* feedback=true"):
+        compressor_named(name)
+
+
 @pytest.mark.usefixtures("package")
 def test_what_a_package_announces_is_compared(tmp_path: Path) -> None:
     """An algorithm, a topology and a compressor from outside, on ranks that are processes."""

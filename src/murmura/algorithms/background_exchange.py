@@ -63,8 +63,11 @@ class BackgroundExchanges:
         """Run `work` on `tensors`, which must not be used until `wait` returns; a profiler calls it `operation`."""
         if not callable(work):
             raise UsageError(f"work={work!r} is no function.")
+        if not isinstance(tensors, Sequence):
+            raise UsageError(f"tensors={tensors!r}: give a list of those that the exchange uses.")
         streams: dict[torch.device, torch.cuda.Stream] = {}
         for tensor in tensors:
+            instances_of(Tensor, tensors=tensor)
             if tensor.is_cuda:
                 device = tensor.device
                 if device not in streams:

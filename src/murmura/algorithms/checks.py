@@ -6,7 +6,7 @@ import math
 from numbers import Real
 
 from murmura.compressors import Compressor, compressor_named
-from murmura.errors import ConfigError
+from murmura.errors import ConfigError, UsageError
 
 
 def instances_of(kind: type, **choices: object) -> None:
@@ -17,6 +17,12 @@ def instances_of(kind: type, **choices: object) -> None:
             raise ConfigError(
                 f"{name}={value!r} is no {kind.__name__}: give an object, such as {made_by.__name__}(...)."
             )
+
+
+def check_replica(replica: object) -> None:
+    """Raise `UsageError` unless `replica` is a `Replica`."""
+    if not hasattr(replica, "trained"):
+        raise UsageError(f"replica={replica!r} is no Replica: give what setup(replica) gets.")
 
 
 def yes_or_no(**choices: object) -> None:

@@ -7,7 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from murmura.algorithms.checks import at_least_one
 from murmura.compressors import Compressor
+from murmura.errors import UsageError
 
 
 def cut(numel: int, num_elements: int, compressor: Compressor, device: torch.device) -> list[tuple[int, int]]:
@@ -35,6 +37,9 @@ class CodecThread:
 
     def start(self, work: Callable[[], None], *, num_pieces: int) -> Future[None]:
         """Run `work` on one of `num_pieces`; at once if that is the only one, for there is nothing to overlap with."""
+        if not callable(work):
+            raise UsageError(f"work={work!r} is no function.")
+        at_least_one(num_pieces=num_pieces)
         if num_pieces == 1:
             work()
             future: Future[None] = Future()
@@ -42,15 +47,10 @@ class CodecThread:
             return future
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="murmura-codec")
-        return self._executor.submit(_without_gradients, work)
+        return self._executor.submit(torch.no_grad()(work))
 
     def close(self) -> None:
         """End the thread after what it does now; may be called again."""
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
             self._executor = None
-
-
-def _without_gradients(work: Callable[[], None]) -> None:
-    with torch.no_grad():
-        work()

@@ -245,6 +245,7 @@ class DecentralizedAlgorithm(Algorithm):
             return peers * payload_bytes(parameters) / self.communication_interval
         if self.peer_selection_mode is PeerSelection.ALL:
             return mean_bytes(parameters, num_ranks) / self.communication_interval
+        at_least_one(num_ranks=num_ranks)
         share = (num_ranks - num_ranks % 2) / num_ranks  # with an odd number one rank has no peer
         return share * payload_bytes(parameters) / self.communication_interval
 

@@ -6,16 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch.optim import Optimizer
-
-from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters, Replica
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
 from murmura.algorithms.checks import take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean, Residual, carries_state, check_residuals
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import register_algorithm
-from murmura.algorithms.skipped_steps import gradients_are_gone
+from murmura.algorithms.skipped_steps import SkippedStepsImpl
 from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import as_real
 from murmura.buckets import Bucket
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from murmura.transports.base import Transport
 
 
-class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
+class GradientAllReduceAlgorithmImpl(SkippedStepsImpl):
     """The running state of `GradientAllReduceAlgorithm` for one model."""
 
     exchanges = Exchanges.GRADIENTS
@@ -45,22 +43,9 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         self._codec = CodecThread()
         self._means: dict[int, CompressedMean] = {}  # by index of the bucket
         self._restored: dict[int, Mapping[str, Any]] = {}  # states whose bucket has not come yet
-        self._rounds_since_step = 0
 
-    def setup(self, replica: Replica) -> None:
-        self._replica = replica
-
-    def before_round(self) -> None:
-        self._notice_skipped_step()
-
-    def before_backward(self) -> None:
-        self._notice_skipped_step()
-
-    def _notice_skipped_step(self) -> None:
-        remembers = self._means or self._restored or not self.averages
-        if self._rounds_since_step and remembers and gradients_are_gone(self._replica):
-            self.skip_step()
-            self._rounds_since_step = 0
+    def remembers(self) -> bool:
+        return bool(self._means or self._restored or not self.averages)
 
     def skip_step(self) -> None:
         if self._exchanges_compressed:
@@ -96,14 +81,8 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         leaders = self._hierarchy.leaders
         return self.compressor is not None and leaders is not None and leaders.world_size > 1
 
-    def after_backward(self) -> None:
-        self._rounds_since_step += 1
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        self.round_is_over()
-
     def round_is_over(self) -> None:
-        self._rounds_since_step = 0
+        super().round_is_over()
         for mean in self._means.values():
             mean.forget_kept()
         self._restored = {index: {**state, "kept": None} for index, state in self._restored.items()}

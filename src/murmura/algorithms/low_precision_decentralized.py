@@ -232,6 +232,7 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
             )
 
     def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
+        at_least_one(num_ranks=num_ranks)
         num_neighbours = min(2, num_ranks - 1)
         return num_neighbours * payload_bytes(parameters, self.compressor) / self.communication_interval
 

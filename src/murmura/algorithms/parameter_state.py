@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from murmura.algorithms.checks import instances_of
 from murmura.buckets import Bucket
 from murmura.errors import UsageError
 
@@ -41,6 +42,7 @@ class ParameterState:
 
         In `dtype`, or, if that is None, in the bucket's.
         """
+        instances_of(Bucket, bucket=bucket)
         names = tuple(bucket.names)
         if names not in self._flats:
             flat = torch.zeros_like(bucket.flat, dtype=dtype)
@@ -58,6 +60,7 @@ class ParameterState:
 
     def set_flat(self, bucket: Bucket, flat: Tensor) -> None:
         """Replace the tensors of the bucket's parameters by the parts of `flat`."""
+        instances_of(Bucket, bucket=bucket)
         if not isinstance(flat, Tensor) or flat.shape != bucket.flat.shape:
             raise UsageError(f"flat={flat!r}: give a tensor of {bucket.flat.numel()} elements, those of the bucket.")
         names = tuple(bucket.names)
@@ -82,6 +85,8 @@ class ParameterState:
 
     def restore_those_of(self, names: Collection[str]) -> None:
         """Take back the kept tensors of the parameters `names`; the others stay as they are."""
+        if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(e, str) for e in names):
+            raise UsageError(f"names={names!r}: give the names of parameters, as a list or a set.")
         if self._kept is None:
             return
         for name in names:

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters, Replica
+from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
 from murmura.algorithms.checks import at_least, at_least_one, is_real, yes_or_no
 from murmura.algorithms.compressed import wide
 from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.parameter_state import ParameterState
-from murmura.algorithms.skipped_steps import gradients_are_gone
-from murmura.algorithms.traffic import mean_bytes
+from murmura.algorithms.skipped_steps import SkippedStepsImpl
+from murmura.algorithms.traffic import mean_bytes, num_elements
 from murmura.algorithms.weights import of_another_model
 from murmura.buckets import Bucket
 from murmura.errors import ConfigError, UsageError
@@ -60,7 +59,7 @@ class _Pending:
         return [index for index in range(len(self.parts)) if index not in self.matrices]
 
 
-class PowerSGDAlgorithmImpl(AlgorithmImpl):
+class PowerSGDAlgorithmImpl(SkippedStepsImpl):
     """The running state of `PowerSGDAlgorithm` for one model.
 
     Each rank adds what its last message lost to its gradient M (n x m). P = mean M Q, whose columns are made
@@ -87,14 +86,10 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         super().__init__(process_group, **choices)
         self._errors = ParameterState()
         self._factors = ParameterState()  # Q
-        self._rounds_since_step = 0
         self._waiting: list[_Pending] = []  # for their first factors to be sent
         self._halfway: list[_Pending] = []  # for their second ones
         self._kept_flats: dict[tuple[str, ...], Tensor] = {}  # errors that a skipped step would bring back
         self._free_flats: dict[tuple[str, ...], Tensor] = {}  # memory for new ones: fresh memory is slow
-
-    def setup(self, replica: Replica) -> None:
-        self._replica = replica
 
     def on_bucket_ready(self, bucket: Bucket) -> None:
         if self._replica.round < self.warmup_rounds:
@@ -222,29 +217,12 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         unused = set(names)  # whose errors are in these flats again
         self._kept_flats = {others: each for others, each in self._kept_flats.items() if unused.isdisjoint(others)}
 
-    def after_backward(self) -> None:
-        self._rounds_since_step += 1
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        self.round_is_over()
-
     def round_is_over(self) -> None:
-        self._rounds_since_step = 0
+        super().round_is_over()
         self._errors.forget_kept()
         self._factors.forget_kept()
         self._free_flats |= self._kept_flats
         self._kept_flats = {}
-
-    def before_round(self) -> None:
-        self._notice_skipped_step()
-
-    def before_backward(self) -> None:
-        self._notice_skipped_step()
-
-    def _notice_skipped_step(self) -> None:
-        if self._rounds_since_step and gradients_are_gone(self._replica):
-            self.skip_step()
-            self._rounds_since_step = 0
 
     def skip_step(self) -> None:
         self._errors.restore()
@@ -264,30 +242,25 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        parameters = dict(zip(self._replica.names, self._replica.parameters, strict=True))
-        for kind in ("errors", "factors"):
-            for name, tensor in _all_tensors(state[kind]):
-                if name not in parameters:
-                    raise of_another_model(name, tensor.numel())
-                self._check_tensor(kind, name, parameters[name].shape, tensor)
-
-    def _check_tensor(self, kind: str, name: str, shape: Sequence[int], tensor: Tensor) -> None:
-        """Refuse what was not kept of a parameter of this `shape`, or with other choices."""
-        height, width = matrix_shape(shape)
-        if kind == "errors" and not self.error_feedback and tensor.any():
-            raise ConfigError(
-                f"this state holds what messages lost of {name!r}, which error_feedback=False would drop. Go on with "
-                "error_feedback=True, or leave the algorithm's state out."
-            )
-        if tensor.shape[:1] != ((width,) if kind == "factors" else (height * width,)):
-            raise of_another_model(name, tensor.numel())
-        rank = min(self.rank, height, width)
-        if kind == "factors" and self.warm_start and tuple(tensor.shape) != (width, rank):
-            raise ConfigError(
-                f"this state holds a factor of shape {list(tensor.shape)} for {name!r}, and here it is "
-                f"{[width, rank]}: it was saved with another rank. Go on with the same, or leave the algorithm's state "
-                "out."
-            )
+        parameters = zip(self._replica.names, self._replica.parameters, strict=True)
+        shapes = {name: matrix_shape(parameter.shape) for name, parameter in parameters}
+        for name, error in _all_tensors(state["errors"]):
+            if name not in shapes or list(error.shape) != [math.prod(shapes[name])]:
+                raise of_another_model(name, error.numel())
+            if not self.error_feedback and error.any():
+                raise ConfigError(
+                    f"this state holds what messages lost of {name!r}, which error_feedback=False would drop. Go on "
+                    "with error_feedback=True, or leave the algorithm's state out."
+                )
+        for name, factor in _all_tensors(state["factors"]):
+            if name not in shapes or list(factor.shape[:1]) != [shapes[name][1]]:
+                raise of_another_model(name, factor.numel())
+            expected = [shapes[name][1], min(self.rank, *shapes[name])]
+            if self.warm_start and list(factor.shape) != expected:
+                raise ConfigError(
+                    f"this state holds a factor of shape {list(factor.shape)} for {name!r}, and here it is {expected}: "
+                    "it was saved with another rank. Go on with the same, or leave the algorithm's state out."
+                )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._rounds_since_step = state["rounds_since_step"]
@@ -369,7 +342,10 @@ class PowerSGDAlgorithm(Algorithm):
     def bytes_per_round(self, parameters: Parameters, num_ranks: int) -> float:
         """After the warm-up, in which it sends what `GradientAllReduceAlgorithm` does."""
         if isinstance(parameters, int):
-            raise UsageError("what PowerSGD sends depends on the shapes of the parameters: give these.")
+            raise UsageError(
+                f"parameters={parameters!r}: what PowerSGD sends depends on the shapes of the parameters: give these."
+            )
+        num_elements(parameters)  # refuses what is no shape
         return mean_bytes(sum(self._num_sent(shape) for shape in parameters), num_ranks)
 
     def _num_sent(self, shape: Sequence[int]) -> int:

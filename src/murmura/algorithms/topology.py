@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from murmura.algorithms.checks import at_least_one
 from murmura.algorithms.peers import shift_one_peer
 from murmura.errors import ConfigError
 from murmura.registry import Registry
@@ -174,6 +175,7 @@ def column_sums(found: Sequence[Neighbours]) -> list[float]:
 
 def mean_num_peers(topology: Topology, num_ranks: int) -> float:
     """How many ranks a rank sends to in an exchange: the mean over ranks and exchanges."""
+    at_least_one(num_ranks=num_ranks)
     exchanges = (neighbours_of_all(topology, num_ranks, number) for number in range(COUNTED_EXCHANGES))
     counts = [len(each.sends_to) for exchange in exchanges for each in exchange]
     return statistics.fmean(counts)

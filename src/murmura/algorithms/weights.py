@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from murmura.algorithms.base import Replica
+from murmura.algorithms.checks import check_replica, instances_of
 from murmura.buckets.flat import FlatTensors
 from murmura.compressors.base import PIECE_ELEMENTS
-from murmura.errors import ConfigError, UsageError
+from murmura.errors import ConfigError
 
 
 class Piece(NamedTuple):
@@ -30,8 +31,7 @@ class FlatWeights(FlatTensors):
     """
 
     def __init__(self, replica: Replica, *, with_frozen: bool = False) -> None:
-        if not hasattr(replica, "buffer_names"):
-            raise UsageError(f"replica={replica!r} is no Replica: give what setup(replica) gets.")
+        check_replica(replica)
         self._replica = replica
         chosen = {
             name: parameter
@@ -163,6 +163,7 @@ class FlatWeights(FlatTensors):
 
 def as_real(flat: Tensor) -> Tensor:
     """`flat` itself, or the parts of complex numbers as a flat of twice the length: what compressors take."""
+    instances_of(Tensor, flat=flat)
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 

@@ -16,19 +16,27 @@ Maker = TypeVar("Maker", bound=Callable[..., Compressor])
 
 def _with_feedback(make: Callable[..., Compressor], feedback: bool = False) -> Callable[..., Compressor]:
     """What `make` does, with the options `feedback` and `decay` besides its own."""
-    own = {"feedback": feedback, "decay": 1.0}
+    own = {"feedback": feedback, "decay": None}
     choices = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=value) for each, value in own.items()]
 
-    def made(*, feedback: bool = feedback, decay: float = 1.0, **options: Any) -> Compressor:
-        if not isinstance(feedback, bool):
-            raise ConfigError(f"feedback={feedback!r} must be true or false.")
+    def made(*, feedback: bool = feedback, decay: float | None = None, **options: Any) -> Compressor:
+        _check_feedback(feedback)
+        if not feedback and decay is not None:
+            raise ConfigError(
+                f"decay={decay!r} is of error feedback, and there is none: add feedback=true, or leave it out."
+            )
         compressor = make(**options)
-        return ErrorFeedback(compressor, decay=decay) if feedback else compressor
+        return ErrorFeedback(compressor, decay=1.0 if decay is None else decay) if feedback else compressor
 
     made.__module__, made.__qualname__ = make.__module__, getattr(make, "__qualname__", repr(make))
     parameters = inspect.signature(make).parameters.values()
     made.__signature__ = inspect.Signature([*parameters, *choices])  # type: ignore[attr-defined]
     return made
+
+
+def _check_feedback(feedback: object) -> None:
+    if not isinstance(feedback, bool):
+        raise ConfigError(f"feedback={feedback!r} must be true or false.")
 
 
 _REGISTRY: Registry[Compressor] = Registry(Compressor, "compressor", "murmura.compressors", _with_feedback)  # type: ignore[type-abstract]
@@ -43,6 +51,7 @@ def register_compressor(name: str, *, feedback: bool = False, **defaults: Any) -
     entry points of the group `murmura.compressors`.
     """
 
+    _check_feedback(feedback)
     register = _REGISTRY.register(name, **defaults)
 
     def add(make: Maker) -> Maker:
