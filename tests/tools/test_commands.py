@@ -15,8 +15,10 @@ from murmura.algorithms import algorithm_named, algorithm_names
 from murmura.tools.bench.network_contestants import algorithm_of
 from murmura.tools.cli import report
 from murmura.tools.cli.main import app
+from murmura.tools.cli.output import showing_progress
 from murmura.tools.experiments import Training, loop, task_named
 from murmura.tools.experiments.recipes import configuration, described
+from murmura.tools.progress import Progress
 
 COMMANDS = ("train", "compare", "report", "bench", "doctor", "run", "lab", "algorithms", "migrate")
 
@@ -27,6 +29,20 @@ def test_the_help_names_every_command_and_each_gives_an_example() -> None:
         assert f" {name} " in shown
     for name in ("train", "compare", "report", "run", "algorithms", "migrate"):
         assert "For example: " in " ".join(CliRunner().invoke(app, [name, "--help"]).stdout.split())
+
+
+@pytest.mark.parametrize("command", [["compare"], ["bench", "network"]])
+def test_the_help_of_a_list_of_algorithms_says_how_options_and_compressors_are_written(command: list[str]) -> None:
+    shown = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"}).stdout
+    words = " ".join(shown.replace("│", " ").split())
+    assert "powersgd:rank=2, gradient_allreduce:compressor=topk" in words
+
+
+def test_progress_counts_one_round_and_several(capsys: pytest.CaptureFixture[str]) -> None:
+    with showing_progress(["100mbit", "local"]) as tell:
+        tell(Progress(0, 1.0, 1))
+        tell(Progress(1, 1.0, 2))
+    assert capsys.readouterr().err.splitlines() == ["100mbit: 1 round", "local: 2 rounds"]
 
 
 def test_the_names_of_algorithms_are_listed_with_what_each_stands_for() -> None:

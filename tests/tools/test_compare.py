@@ -12,7 +12,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from contracts.grids import grid
-from murmura import DDP, TracedTransport, Transport, UsageError, run_world
+from murmura import DDP, Algorithm, TracedTransport, Transport, UsageError, run_world
 from murmura.algorithms import (
     AsyncModelAverageAlgorithm,
     ByteGradAlgorithm,
@@ -186,6 +186,11 @@ def test_a_formula_counts_the_compressor_and_is_refused_where_the_run_decides() 
             algorithm.bytes_per_round(1000, 4)
 
 
+def test_without_a_formula_of_its_own_an_algorithm_is_told_to_define_one() -> None:
+    with pytest.raises(UsageError, match="Define `bytes_per_round` in Algorithm, unless it depends on the run"):
+        Algorithm().bytes_per_round(1000, 4)
+
+
 # Rows and sentences, from runs made up here
 
 SPEC = ComparisonSpec(task="charlm", algorithms=("gradient_allreduce",), ranks=2, links=("100mbit",), steps=24)
@@ -253,6 +258,13 @@ def test_the_recommendation_names_the_quickest_and_says_why() -> None:
     assert "nobody reached a loss of 2.000" in recommendation([row_of(runs[0], 1.0, 10**6)], SPEC, 2.0, 10**6)
     local = [row_of(made_up("gradient_allreduce", 9.0, [2.0], None), 2.0, 10**6)]
     assert "with 2 ranks within this machine use" in recommendation(local, SPEC, 2.0, 10**6)
+
+
+def test_the_recommendation_tells_short_times_apart() -> None:
+    runs = [made_up("gradient_allreduce", 1.1, [2.0]), made_up("bytegrad", 0.95, [2.0])]
+    said = recommendation([row_of(run, 2.0, 10**6) for run in runs], SPEC, 2.0, 10**6)
+    assert "in 0.039 s, gradient_allreduce in 0.042 s" in said
+    assert said.endswith("takes 1.9 instead of 2.1 ms.")
 
 
 def test_the_recommendation_says_where_torch_was_quicker() -> None:

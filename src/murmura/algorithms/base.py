@@ -227,7 +227,8 @@ class Algorithm:
         No optimizer is known here: where moments are averaged, they count as Adam's, two for each element.
         """
         raise UsageError(
-            f"no formula says what {self} sends: by the clock, or in phases, it depends on the run. Measure it."
+            f"no formula says what {self} sends. Define `bytes_per_round` in {type(self).__name__}, unless it depends "
+            "on the run, as by the clock or in phases: then measure it."
         )
 
     @property

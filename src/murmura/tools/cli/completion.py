@@ -24,7 +24,8 @@ def among(names: Iterable[str]) -> Callable[[str], list[str]]:
 Algorithms = Annotated[
     str,
     typer.Option(
-        help=f"A list of {', '.join(algorithm_names())}; or all. `murmura algorithms` describes each.",
+        help=f"A list of {', '.join(algorithm_names())}; or all. `murmura algorithms` describes each. Options and "
+        "compressors follow a colon: powersgd:rank=2, gradient_allreduce:compressor=topk.",
         metavar="LIST",
         autocompletion=among(["all", *algorithm_names()]),
     ),

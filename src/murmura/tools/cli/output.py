@@ -92,7 +92,8 @@ def showing_progress(stages: Sequence[str]) -> Iterator[Tell]:
 
     def tell_line(progress: Progress) -> None:
         if progress.fraction == 1:
-            console.print(f"{stages[progress.stage]}: {progress.rounds} rounds", highlight=False)
+            rounds = "1 round" if progress.rounds == 1 else f"{progress.rounds} rounds"
+            console.print(f"{stages[progress.stage]}: {rounds}", highlight=False)
 
     if not console.is_terminal:
         yield tell_line

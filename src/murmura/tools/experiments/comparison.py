@@ -211,15 +211,25 @@ def recommendation(rows: Sequence[Row], spec: ComparisonSpec, target: float, num
         nobody = f"nobody but {TORCH_DDP}" if torchs else "nobody"
         return f"{what} {nobody} reached a loss of {target:.3f} in {spec.num_steps} steps: take more steps."
     best = min((row for row in arrived if row is not torchs), key=_seconds)
-    said = f"{what} use {best.contestant}: it reached a loss of {target:.3f} in {best.seconds_to_target:.1f} s"
+    said = f"{what} use {best.contestant}: it reached a loss of {target:.3f} in {_readable_seconds(best)}"
     if torchs is None or _seconds(torchs) >= _seconds(best):
         return f"{said}{_beside(best, rows, arrived, spec)}."
     others = [row for row in arrived if row is not torchs]
-    return f"{said}{_beside(best, rows, others, spec)}. {TORCH_DDP} was quicker: {torchs.seconds_to_target:.1f} s."
+    return f"{said}{_beside(best, rows, others, spec)}. {TORCH_DDP} was quicker: {_readable_seconds(torchs)}."
 
 
 def _seconds(row: Row) -> float:
     return row.seconds_to_target or 0.0
+
+
+def _readable_seconds(row: Row) -> str:
+    """Two digits of a time below a second, or times of short runs would look alike."""
+    seconds = _seconds(row)
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2g} s"
+
+
+def _readable_ms(row: Row) -> str:
+    return f"{row.step_ms:.{0 if row.step_ms >= 10 else 1}f}"
 
 
 def _beside(best: Row, rows: Sequence[Row], arrived: Sequence[Row], spec: ComparisonSpec) -> str:
@@ -231,14 +241,14 @@ def _beside(best: Row, rows: Sequence[Row], arrived: Sequence[Row], spec: Compar
             return f", and no other algorithm did in {spec.num_steps} steps"
         next_best = min(others, key=_seconds)
         return (
-            f", {next_best.contestant} in {next_best.seconds_to_target:.1f} s; it takes {best.step_ms:.0f} ms a "
-            f"step and {best.steps_to_target} steps, the other {next_best.step_ms:.0f} ms and "
+            f", {next_best.contestant} in {_readable_seconds(next_best)}; it takes {_readable_ms(best)} ms a "
+            f"step and {best.steps_to_target} steps, the other {_readable_ms(next_best)} ms and "
             f"{next_best.steps_to_target} steps"
         )
     sends = (
         f"a step sends {readable_bytes(best.step_bytes)} instead of {readable_bytes(plain.step_bytes)} and takes "
-        f"{best.step_ms:.0f} instead of {plain.step_ms:.0f} ms"
+        f"{_readable_ms(best)} instead of {_readable_ms(plain)} ms"
     )
     if plain.seconds_to_target is None:
         return f", which {BASELINE} did not reach in {spec.num_steps} steps; {sends}"
-    return f", {BASELINE} in {plain.seconds_to_target:.1f} s, because {sends}"
+    return f", {BASELINE} in {_readable_seconds(plain)}, because {sends}"

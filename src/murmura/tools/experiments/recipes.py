@@ -60,4 +60,4 @@ def check_formula(algorithm: str) -> None:
     try:
         algorithm_named(algorithm).bytes_per_round([[8, 8]], 2)
     except UsageError as error:
-        raise ConfigError(f"--algorithms={algorithm!r}: {error} Its class needs a `bytes_per_round`.") from None
+        raise ConfigError(f"--algorithms={algorithm!r}: {error}") from None
