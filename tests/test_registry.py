@@ -241,7 +241,7 @@ def test_an_installed_package_announces_algorithms() -> None:
         algorithm_named("broken")
     assert parse_algorithms("nothing") == ("nothing",)
     refused = CliRunner().invoke(app, ["compare", "--algorithms", "nothing"])
-    assert "Its class needs a `bytes_per_round`" in refused.stderr
+    assert "Define `bytes_per_round` in Nothing" in refused.stderr
 
 
 @pytest.mark.usefixtures("package")

@@ -346,12 +346,8 @@ class ProcessGroupTransport(LaunchingTransport):
         """Start works of the group and wait for all of them; translate their errors into ours."""
         deadline = Deadline(self.seconds(timeout))
         if self.launches is not None:
-            try:
+            with self._translated(deadline):
                 self.launches.launch(start, self.operation, self._call, self._awaited, deadline.timeout)
-            except UsageError:  # refused before anything was sent
-                raise
-            except (RuntimeError, ValueError) as error:
-                raise self._translate(error, deadline.waited) from error
             return
         with self._translated(deadline):
             works = start(timedelta(seconds=deadline.timeout))
@@ -362,6 +358,8 @@ class ProcessGroupTransport(LaunchingTransport):
     def _translated(self, deadline: Deadline) -> Iterator[None]:
         try:
             yield
+        except UsageError:  # refused before anything was sent
+            raise
         except (RuntimeError, ValueError) as error:
             raise self._translate(error, deadline.waited) from error
 
@@ -371,7 +369,7 @@ class ProcessGroupTransport(LaunchingTransport):
             return self.reporter.aborted(self.failure, operation, waited)
         if self.closed:
             return self.reporter.closed(operation)
-        return self.explain(error, waited)
+        return self.explain(error, operation or "an operation", waited)
 
     def known_cause(self, launch: Launch, waited: float) -> BaseException | None:
         return None if self._failure_log is None else self._failure_log.cause(launch.operation, waited)
@@ -380,10 +378,9 @@ class ProcessGroupTransport(LaunchingTransport):
         late = TimeoutError(f"timed out after {launch.timeout:.1f} s.")
         return self._explain_call(late, launch.operation, launch.call, launch.awaited, waited)
 
-    def explain(self, error: Exception, waited: float) -> Exception:
+    def explain(self, error: Exception, operation: str, waited: float) -> Exception:
         """Translate an error of the group into one of ours; a group inside another transport leaves that to it."""
-        operation = self.operation if self.launches is None else self.launches.named(self.operation)
-        return self._explain_call(error, operation or "an operation", self._call, self._awaited, waited)
+        return self._explain_call(error, operation, self._call, self._awaited, waited)
 
     def _explain_call(
         self, error: Exception, operation: str, call: str, awaited: Sequence[int], waited: float

@@ -42,7 +42,7 @@ class ManagedGroup(ProcessGroupTransport):
         if not self.closed:
             self.end_group_waits()
 
-    def explain(self, error: Exception, waited: float) -> Exception:
+    def explain(self, error: Exception, operation: str, waited: float) -> Exception:
         return (PeerTimeout if is_timeout(error) else TransportError)(str(error), rank=self.reporter.own)
 
 
