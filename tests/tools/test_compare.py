@@ -264,7 +264,16 @@ def test_the_recommendation_tells_short_times_apart() -> None:
     runs = [made_up("gradient_allreduce", 1.1, [2.0]), made_up("bytegrad", 0.95, [2.0])]
     said = recommendation([row_of(run, 2.0, 10**6) for run in runs], SPEC, 2.0, 10**6)
     assert "in 0.039 s, gradient_allreduce in 0.042 s" in said
-    assert said.endswith("takes 1.9 instead of 2.1 ms.")
+    assert "takes 1.9 instead of 2.1 ms." in said
+
+
+def test_the_recommendation_names_who_may_be_as_quick() -> None:
+    def said(step_ms: float) -> str:
+        runs = [made_up("bytegrad", 99.0, [2.0]), made_up("gradient_allreduce", step_ms - 1, [2.0])]
+        return recommendation([row_of(run, 2.0, 10**6) for run in runs], SPEC, 2.0, 10**6)
+
+    assert said(108.0).endswith("not tell it from gradient_allreduce, which took at most 10% longer.")
+    assert "tell it from" not in said(112.0)
 
 
 def test_the_recommendation_says_where_torch_was_quicker() -> None:

@@ -34,6 +34,7 @@ from murmura.transports.decorators.throttled import parse_rate
 STEP_SECONDS = 60.0  # per step of all contestants; a world that takes longer is considered hung
 SOUND = 1.1  # times the loss of plain all-reduce: a contestant that ends above it has not learnt as well
 APART = 1.25  # the ratio of predicted step times below which their order is not checked
+CLOSE = 1.1  # times the seconds of the best: one run does not show which of two is quicker below that
 SCHEMA_VERSION = 3
 
 
@@ -201,7 +202,7 @@ def contradictions(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
 
 
 def recommendation(rows: Sequence[Row], spec: ComparisonSpec, target: float, num_parameters: int) -> str:
-    """Return one sentence: which algorithm to use on this link, and why."""
+    """Say which algorithm to use on this link, and why."""
     own = [row for row in rows if row.contestant != TORCH_DDP]
     link = "within this machine" if own[0].link == LOCAL else f"at {own[0].link}"
     what = f"For {spec.task} ({num_parameters / 1e6:.2g} M parameters) with {spec.ranks} ranks {link}"
@@ -212,10 +213,19 @@ def recommendation(rows: Sequence[Row], spec: ComparisonSpec, target: float, num
         return f"{what} {nobody} reached a loss of {target:.3f} in {spec.num_steps} steps: take more steps."
     best = min((row for row in arrived if row is not torchs), key=_seconds)
     said = f"{what} use {best.contestant}: it reached a loss of {target:.3f} in {_readable_seconds(best)}"
-    if torchs is None or _seconds(torchs) >= _seconds(best):
-        return f"{said}{_beside(best, rows, arrived, spec)}."
     others = [row for row in arrived if row is not torchs]
-    return f"{said}{_beside(best, rows, others, spec)}. {TORCH_DDP} was quicker: {_readable_seconds(torchs)}."
+    if torchs is None or _seconds(torchs) >= _seconds(best):
+        return f"{said}{_beside(best, rows, arrived, spec)}.{_close(best, others)}"
+    said = f"{said}{_beside(best, rows, others, spec)}.{_close(best, others)}"
+    return f"{said} {TORCH_DDP} was quicker: {_readable_seconds(torchs)}."
+
+
+def _close(best: Row, others: Sequence[Row]) -> str:
+    """Name the contestants of `others` that may be as quick as `best`."""
+    close = [row.contestant for row in others if row is not best and _seconds(row) <= CLOSE * _seconds(best)]
+    if not close:
+        return ""
+    return f" This run does not tell it from {' or '.join(close)}, which took at most {CLOSE - 1:.0%} longer."
 
 
 def _seconds(row: Row) -> float:
