@@ -185,6 +185,32 @@ def test_the_watchdog_looks_on_the_gpu_of_its_transport(gpu: GPU, monkeypatch: p
     launches.close()
 
 
+def test_the_watchdog_breaks_no_graph_that_is_captured_elsewhere(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless its thread is told otherwise, its first query of an event ends the captures of all threads."""
+    owner, query, modes, looked_in = Owner(), FakeEvent.query, {}, set()
+
+    class Driver:
+        def __init__(self, name: str) -> None:
+            assert name == "libcuda.so.1"
+
+        def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+            modes[threading.get_ident()] = mode._obj.value
+            return 0
+
+    def look(event: FakeEvent) -> bool:
+        looked_in.add(modes.get(threading.get_ident()))
+        return query(event)
+
+    monkeypatch.setattr(watchdog.ctypes, "CDLL", Driver)
+    launches = CudaLaunches(owner, DEVICE)
+    monkeypatch.setattr(FakeEvent, "query", look)
+    launch(launches, limit=0.05)
+    gpu.training.events[0].is_done = True
+    assert owner.gave_up.wait(10.0)
+    assert looked_in == {1}  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    launches.close()
+
+
 def test_an_operation_has_a_deadline_behind_one_that_has_not_begun(gpu: GPU) -> None:
     """The host waits for one apart, while another is queued behind kernels of training."""
     owner = Owner()

@@ -202,3 +202,25 @@ def test_layers_that_some_or_all_ranks_do_not_use(nccl: OneGPU) -> None:
         for gradients, wanted in zip(found, expected, strict=True):
             assert [each is None for each in gradients] == [each is None for each in wanted]
             assert [each for each in gradients if each] == pytest.approx([each for each in wanted if each])
+
+
+def captured_meanwhile(transport: Transport) -> tuple[float, float]:
+    """What a graph computes that was captured while an operation was under way, and what the operation gave."""
+    reduced, given = torch.ones(1000, device="cuda"), torch.full((1000,), 3.0, device="cuda")
+    transport.all_reduce(reduced.clone())
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda._sleep(12 * LONG_CYCLES)
+    transport.all_reduce(reduced)
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        doubled = given * 2
+        time.sleep(0.4)  # the watchdog looks several times
+        graph.capture_end()
+    graph.replay()
+    torch.cuda.synchronize()
+    return float(doubled[0]), float(reduced[0])
+
+
+def test_a_graph_may_be_captured_while_an_operation_is_under_way(nccl: OneGPU) -> None:
+    assert nccl.run(captured_meanwhile) == [(6.0, float(nccl.num_ranks))] * nccl.num_ranks

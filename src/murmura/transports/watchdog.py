@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import threading
 import weakref
@@ -13,6 +15,8 @@ log = logging.getLogger("murmura")
 
 LOOK_SECONDS = 0.1  # between two looks
 END_SECONDS = 10.0  # for the look under way to end, when the last channel is closed
+
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class Channel(Protocol):
@@ -74,7 +78,7 @@ class Watchdog:
         for channel in channels:
             try:
                 is_pending = channel.look()
-            except Exception as failed:  # while a graph is captured, for example; without this thread no deadline holds
+            except Exception as failed:  # an error of the GPU, for example; without this thread no deadline holds
                 is_pending, error = True, failed
             if is_pending:
                 self._pending.set()
@@ -90,6 +94,7 @@ def _look_after(
 ) -> None:
     """The thread: holds the watchdog only while it looks, so that a transport that is dropped takes it along."""
     torch.cuda.set_device(device)  # a thread begins on GPU 0, where its first query would make a context
+    _ignore_captures()
     while not ended.wait(LOOK_SECONDS):
         if not pending.wait(1.0):
             if reference() is None:
@@ -100,3 +105,12 @@ def _look_after(
             return
         watchdog.look()
         del watchdog
+
+
+def _ignore_captures() -> None:
+    """Let queries of this thread break no CUDA graph that another thread captures; torch's own watchdog does the same.
+
+    By default the driver ends a capture when any thread queries an event.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # no driver of NVIDIA's
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
