@@ -99,7 +99,11 @@ def check(name: str, runs: Sequence[Run], hosts: Sequence[int] | None = None) ->
     """Every step is as simulated on the CPU, and replicas that must be equal are."""
     entry = BY_NAME[name]
     wanted = simulate(entry.rule(runs), entry.fit(regression("momentum")), len(runs), STEPS, hosts)
-    assert_close(by_step(runs), wanted, ONE_LEVEL if name in QUANTISED else 1e-9)
+    try:
+        assert_close(by_step(runs), wanted, ONE_LEVEL if name in QUANTISED else 1e-9)
+    except AssertionError as error:
+        error.add_note(f"It was {name}.")
+        raise
     if entry.lockstep:
         assert all(torch.equal(run.flats[-1], runs[0].flats[-1]) for run in runs), name
 

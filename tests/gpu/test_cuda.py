@@ -157,6 +157,34 @@ def test_streams_are_kept_in_order(world: str, way: str) -> None:
     assert results == [expected] * size
 
 
+def passed_on(transport: Transport) -> list[float]:
+    """What comes from the rank before, each rank on a stream of its own; long kernels hold up every other one.
+
+    It is only right if it is copied when the sender's stream has filled it, and before that stream fills it again.
+    """
+    rank, size = transport.rank, transport.world_size
+    seen = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        tensor, came = torch.zeros(1_000_003, device="cuda"), torch.zeros(1_000_003, device="cuda")
+        for step in range(6):
+            busy(50 * ((rank + step) % 2))
+            tensor.fill_(float(rank + step))
+            transport.exchange([(tensor, (rank + 1) % size)], [(came, (rank - 1) % size)])
+            tensor.fill_(-1.0)
+            least, most = came.min().item(), came.max().item()
+            seen.append(least if least == most else float("nan"))
+    return seen
+
+
+def expected_from_before(size: int) -> list[list[float]]:
+    return [[float((rank - 1) % size + step) for step in range(6)] for rank in range(size)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_messages_wait_for_the_streams_of_both_ranks(world: str) -> None:
+    assert run_world(passed_on, 3, timeout=120, **WORLDS[world]) == expected_from_before(3)
+
+
 def nccl_alone(check: Callable[[Transport], Any]) -> Any:
     return run_world(check, 1, kind="processes", transport="nccl", timeout=60)[0]
 

@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 import murmura
-from gpu.test_cuda import WAYS, all_collectives, around_a_long_kernel, assert_same, cpu_collectives, train
+from gpu.test_cuda import (
+    WAYS,
+    all_collectives,
+    around_a_long_kernel,
+    assert_same,
+    cpu_collectives,
+    expected_from_before,
+    passed_on,
+    train,
+)
 from murmura import AsyncModelAverageAlgorithm, Transport, run_world
 from murmura.tools.one_gpu import OneGPU
 
@@ -36,6 +45,10 @@ def test_streams_are_kept_in_order(nccl: OneGPU, way: str) -> None:
     size = nccl.num_ranks
     expected = [2.0 * sum(rank + step for rank in range(size)) for step in range(5)]
     assert nccl.run(around_a_long_kernel, way) == [expected] * size
+
+
+def test_messages_wait_for_the_streams_of_both_ranks(nccl: OneGPU) -> None:
+    assert nccl.run(passed_on) == expected_from_before(nccl.num_ranks)
 
 
 def means(transport: Transport) -> dict[str, bool]:

@@ -45,6 +45,7 @@ def train_until(transport: Transport, fault: str) -> dict[str, Any]:
         step()
     torch.cuda.synchronize()
     transport.barrier()
+    ddp._replica.transport.timeout = DEADLINE  # to start may take longer
     if transport.rank == 1:
         if fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -80,9 +81,13 @@ def train_until(transport: Transport, fault: str) -> dict[str, Any]:
 
 
 def outcomes(num_ranks: int, fault: str, mps: bool) -> list[Any]:
-    with OneGPU(num_ranks, mps=mps, timeout=DEADLINE) as gpu:
+    with OneGPU(num_ranks, mps=mps) as gpu:
         found = gpu.outcomes(train_until, fault, limit=90)
-    return [each for rank, each in enumerate(found) if rank != 1]
+    others = [each for rank, each in enumerate(found) if rank != 1]
+    for each in others:
+        if isinstance(each, BaseException):
+            raise each
+    return others
 
 
 def check(found: dict[str, Any], kind: type[Exception], within: float) -> None:

@@ -98,7 +98,7 @@ def _grid(xp: Any, low: Any, high: Any, levels: int, dtype: torch.dtype, integer
     zero = xp.where(spans_zero, levels - xp.floor(high * lift * inverse + 0.5), nought)
     base = anchor - zero * step + 0.0  # no negative zero, which devices may tell apart
     is_finite = xp.isfinite(low) & xp.isfinite(high)
-    nan = one * math.nan
+    nan = xp.full_like(spread, math.nan)  # not a product, which is another NaN on a GPU
     step = xp.where(is_finite, xp.where(overflows, -step, step), nan)
     return xp.where(is_finite, base, nan), step, anchor, lift, inverse, zero, is_finite
 

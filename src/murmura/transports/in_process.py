@@ -33,11 +33,17 @@ __all__ = ["InProcessTransport"]
 
 @dataclass
 class _Message:
-    """A tensor sent from one rank to another; the receiver copies it and sets `taken`."""
+    """A tensor sent from one rank to another; the receiver copies it and sets `taken`.
+
+    Of one on a GPU, only the work on it is queued by then: the receiver's stream begins to copy when the sender's has
+    come to `filled`, and the sender's goes on when the receiver's has come to `copied`.
+    """
 
     tensor: Tensor
     taken: bool = False
     refusal: str = ""  # what the receiver called instead, if it does not fit
+    filled: torch.cuda.Event | None = None
+    copied: torch.cuda.Event | None = None
 
 
 class _SharedState:
@@ -261,7 +267,7 @@ class InProcessTransport(Transport):
 
         with state.changed:
             for tensor, dst in sends:
-                message = _Message(tensor.detach())
+                message = _Message(tensor.detach(), filled=_now_on(tensor))
                 state.messages.setdefault((rank, dst), deque()).append(message)
                 outbox.append((message, dst))
                 state.answer(dst, rank)
@@ -270,6 +276,8 @@ class InProcessTransport(Transport):
                 self._wait(unfinished, timeout, stuck=lambda peer: state.arrived[peer] > state.arrived[rank])
             finally:
                 state.awaits[rank] = None
+        for message, _ in outbox:
+            _await_on(message.tensor, message.copied)
 
     def _take(self, message: _Message, out: Tensor, src: int) -> None:
         sent, wanted = describe(message.tensor), describe(out)
@@ -277,7 +285,9 @@ class InProcessTransport(Transport):
             message.refusal = self._describe_call("recv(src={})", src, out)
             calls = {src: self._describe_call("send(dst={})", self.rank, message.tensor), self.rank: message.refusal}
             raise self.reporter.mismatch(self.operation, calls)
+        _await_on(message.tensor, message.filled)
         out.copy_(message.tensor)
+        message.copied = _now_on(out)
         message.taken = True
         self._state.answer(src, self.rank)
         self._state.changed.notify_all()
@@ -316,6 +326,17 @@ class InProcessTransport(Transport):
             deadline.check(at_fault(awaited, state.awaited_by, self.rank) if deadline.remaining <= 0 else awaited)
             state.changed.wait(max(0.001, min(deadline.remaining, 1.0)))
         deadline.end()
+
+
+def _now_on(tensor: Tensor) -> torch.cuda.Event | None:
+    """An event after all that is queued on this thread's stream of the GPU that `tensor` is on; None on a CPU."""
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+
+def _await_on(tensor: Tensor, event: torch.cuda.Event | None) -> None:
+    """Let this thread's stream of the GPU that `tensor` is on wait for `event`."""
+    if event is not None:
+        torch.cuda.current_stream(tensor.device).wait_event(event)
 
 
 class _InProcessMessages(TaggedMessages):
