@@ -8,8 +8,8 @@ device              the name of the GPU
 models              by name: about, parameters, parameter_tensors
 steps               one row for each number of ranks, model and contestant:
     model, ranks, contestant
-    milliseconds    of one step that begins when all is idle, until the GPU is done: the median of the slowest rank, or
-                    the mean for algorithms that do not communicate in every step, over whole periods
+    milliseconds    of one step that begins when all is idle, until the GPU is done: the median over three turns of
+                    the slowest rank, or the mean for algorithms that do not communicate in every step
     host_milliseconds  until the host is free: forward, backward and step have returned
     loop_milliseconds  of one step of many in a row
     extra_mib       GPU memory of a rank at the peak, beyond the bare module's
@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from murmura.tools.progress import Progress, Tell, silent
 BARE, TORCH, TORCH_BF16, MURMURA, CAST = "bare", "torch-ddp", "torch-ddp-bf16", "murmura", "cast-bf16"
 WARM_STEPS = 5
 MIN_STEPS, MAX_STEPS = 5, 200
+TURNS = 3
 WAIT_SECONDS = 120.0
 
 
@@ -161,16 +162,42 @@ def _about(name: str) -> str:
 def measure_model(
     transport: Transport, model: str, contestants: list[str], seconds: float, folder: str
 ) -> dict[str, list[float]]:
-    """Seconds of a step, of the host's part and of a step in a loop, and MiB at the peak; of the slowest rank."""
-    recipe, found = CUDA_MODELS[model], {}
-    for name in contestants:
-        figures = torch.tensor(_measure(transport, recipe, name, seconds, folder), dtype=torch.float64)
-        transport.all_reduce(figures, "max")
-        found[name] = figures.tolist()
-    return found
+    """Seconds of a step, of the host's part and of a step in a loop, and MiB at the peak; of the slowest rank.
+
+    Contestants take turns, forwards and backwards: what a machine does changes in the time that one of them takes.
+    """
+    recipe = CUDA_MODELS[model]
+    turns: dict[str, list[_Turn]] = {name: [] for name in contestants}
+    for turn in range(TURNS):
+        for name in contestants if turn % 2 == 0 else reversed(contestants):
+            turns[name].append(_measure(transport, recipe, name, seconds / TURNS, folder))
+    return {name: _slowest(transport, name, turns[name]) for name in contestants}
 
 
-def _measure(transport: Transport, recipe: CudaModel, name: str, seconds: float, folder: str) -> list[float]:
+class _Turn(NamedTuple):
+    """What this rank measured of a contestant in one turn: seconds of steps, and MiB."""
+
+    whole: list[float]
+    host: list[float]
+    loop: float
+    memory: float
+
+
+def _slowest(transport: Transport, name: str, turns: list[_Turn]) -> list[float]:
+    """The figures of a contestant, each that of the slowest rank."""
+    middle = statistics.fmean if _algorithm(name).period > 1 else statistics.median
+    whole, host = (
+        list(itertools.chain(*each)) for each in zip(*((turn.whole, turn.host) for turn in turns), strict=True)
+    )
+    loop = statistics.median(turn.loop for turn in turns)
+    # Of the first turn: later ones may find memory that torch's DDP frees when another one is made.
+    figures = torch.tensor([middle(whole), middle(host), loop, turns[0].memory], dtype=torch.float64)
+    transport.all_reduce(figures, "max")
+    slowest: list[float] = figures.tolist()
+    return slowest
+
+
+def _measure(transport: Transport, recipe: CudaModel, name: str, seconds: float, folder: str) -> _Turn:
     gc.collect()
     torch.cuda.empty_cache()
     base = torch.cuda.memory_allocated()
@@ -211,8 +238,7 @@ def _measure(transport: Transport, recipe: CudaModel, name: str, seconds: float,
     loop = (time.perf_counter() - began) / number
     memory = (torch.cuda.max_memory_allocated() - base) / 2**20
     close()
-    middle = statistics.fmean if period > 1 else statistics.median
-    return [middle(whole), middle(host), loop, memory]
+    return _Turn(whole, host, loop, memory)
 
 
 def _count(transport: Transport, seconds: float, step_seconds: float) -> int:

@@ -26,7 +26,7 @@ class CudaModel(ABC):
 
     @abstractmethod
     def module(self) -> nn.Module:
-        """The module in host memory, as torch's random numbers make it."""
+        """The module, as torch's random numbers make it, on the device that is torch's default."""
 
     @abstractmethod
     def data(self) -> Tensor:
@@ -39,7 +39,8 @@ class CudaModel(ABC):
     def build(self) -> nn.Module:
         """The module on the GPU; its parameters are the same on every rank."""
         torch.manual_seed(SEED)
-        return self.module().cuda()
+        with torch.device("cuda"):
+            return self.module()
 
     def described(self) -> dict[str, Any]:
         """For a report."""
