@@ -168,6 +168,39 @@ def test_the_watchdog_outlives_a_look_that_fails(
     launches.close()
 
 
+def test_the_watchdog_does_not_sleep_between_two_rounds() -> None:
+    """To wake its thread takes the GIL from the one that launches, in every step."""
+
+    class Channel:
+        is_pending = False
+
+        def look(self) -> bool:
+            return self.is_pending
+
+    dog, channel, awake_after = watchdog.Watchdog(DEVICE), Channel(), []
+    dog.watch(channel)
+    dog._awake.set()
+    for channel.is_pending in (True, *[False] * watchdog.IDLE_LOOKS, True, *[False] * (watchdog.IDLE_LOOKS + 1)):
+        dog.look()
+        awake_after.append(dog._awake.is_set())
+    assert awake_after == [True] * (len(awake_after) - 1) + [False]
+
+
+def test_a_launch_wakes_the_watchdog(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "IDLE_LOOKS", 3)
+    owner, slept = Owner(), threading.Event()
+    launches = CudaLaunches(owner, DEVICE)
+    awake = launches._watchdog._awake
+    monkeypatch.setattr(awake, "clear", lambda clear=awake.clear: (clear(), slept.set()))
+    launch(launches)
+    gpu.training.done()
+    assert slept.wait(10.0)
+    launch(launches, limit=0.05)
+    gpu.training.events[-2].is_done = True  # it has begun, and does not end
+    assert owner.gave_up.wait(10.0)
+    launches.close()
+
+
 def test_the_watchdog_looks_on_the_gpu_of_its_transport(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
     """A query in a thread that has set no GPU makes a context on GPU 0, hundreds of megabytes in every rank's name."""
     owner, query, looked_on = Owner(), FakeEvent.query, set()

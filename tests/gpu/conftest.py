@@ -16,9 +16,17 @@ SIZES = (2, 3, 4)
 CALL_SECONDS = 150.0  # of a call on all ranks, below the time pytest gives a test, which would end all others with it
 
 
-def arrive(transport: Transport) -> int:
-    """What a rank does first: it takes the GPU and meets the others."""
+def arrive(transport: Transport, compiles: bool) -> int:
+    """What a rank does first: it takes the GPU, meets the others and, if it `compiles`, starts the compiler.
+
+    The compiler keeps semaphores, and would keep processes if it might have any.
+    """
     transport.barrier()
+    if compiles:
+        from torch._inductor import config
+
+        config.compile_threads = 1
+        torch.compile(torch.sin)(torch.ones(8, device="cuda"))
     return transport.rank
 
 
@@ -35,7 +43,7 @@ def nccl(request: pytest.FixtureRequest) -> Iterator[OneGPU]:
 def ranks_are_there(request: pytest.FixtureRequest) -> None:
     """Let the ranks meet: if the test before has ended them others are started, which must be there before a test."""
     if "nccl" in request.fixturenames:
-        request.getfixturevalue("nccl").run(arrive)
+        request.getfixturevalue("nccl").run(arrive, "compiled" in request.node.name)
 
 
 @pytest.fixture(autouse=True)

@@ -49,17 +49,10 @@ class Network(nn.Module):
 ALGORITHMS = {entry.name: entry for entry in CATALOGUE}
 
 
-def compiled(module: nn.Module) -> Any:
-    from torch._inductor import config
-
-    config.compile_threads = 1  # this one: compilers in processes of their own outlive a test
-    torch._dynamo.reset()  # what was compiled for another algorithm is of no use
-    return torch.compile(module)
-
-
 def train_in(transport: Transport, mode: str, name: str) -> list[float]:
     """The loss of each step; ranks that must hold the same bits have been compared."""
     entry = ALGORITHMS[name]
+    torch._dynamo.reset()  # what was compiled for another algorithm is of no use
     torch.manual_seed(0)
     model = Network(mode == "checkpointing").cuda()
     if mode == "bf16":
@@ -71,7 +64,7 @@ def train_in(transport: Transport, mode: str, name: str) -> list[float]:
     if mode == "channels_last":
         x = x.to(memory_format=torch.channels_last)
     ddp = murmura.DDP(model, transport, algorithm=entry.make())
-    called: Any = compiled(ddp) if mode == "compiled" else ddp
+    called: Any = torch.compile(ddp) if mode == "compiled" else ddp
     make = qadam_optimizer if entry.optimizer else lambda parameters: torch.optim.SGD(parameters, lr=0.05)
     optimizer = make(ddp.parameters())
     scaler = torch.amp.GradScaler(DEVICE, init_scale=256.0, enabled=mode == "fp16_scaler")

@@ -14,6 +14,7 @@ import torch
 log = logging.getLogger("murmura")
 
 LOOK_SECONDS = 0.1  # between two looks
+IDLE_LOOKS = 50  # in a row that find nothing pending, after which the thread sleeps until something is launched
 END_SECONDS = 10.0  # for the look under way to end, when the last channel is closed
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -28,12 +29,17 @@ class Channel(Protocol):
 
 
 class Watchdog:
-    """Looks after the launches of a transport and of what was split off it, in a thread that lives as long as they."""
+    """Looks after the launches of a transport and of what was split off it, in a thread that lives as long as they.
+
+    While a program trains the thread does not sleep between two rounds: to be woken it would take the GIL from the
+    thread that launches the first bucket, which costs a step most of a millisecond.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
-        self._pending = threading.Event()
+        self._awake = threading.Event()  # set while the thread looks, and by what is launched while it sleeps
+        self._num_idle_looks = 0  # in a row
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._changing = threading.RLock()  # held while `_thread` or `_channels` are changed, or these are listed
@@ -50,7 +56,7 @@ class Watchdog:
             is_last = not self._channels
         if is_last:
             self._ended.set()
-            self._pending.set()
+            self._awake.set()
             if self._thread is not None and self._thread is not threading.current_thread():
                 self._thread.join(END_SECONDS)  # it may be asking ranks that do not answer
             self._thread = None
@@ -61,17 +67,19 @@ class Watchdog:
             with self._changing:
                 if not self._is_alive():
                     self._ended.clear()
-                    args = (weakref.ref(self), self._device, self._pending, self._ended)
+                    args = (weakref.ref(self), self._device, self._awake, self._ended)
                     self._thread = threading.Thread(target=_look_after, args=args, name="murmura-watchdog", daemon=True)
                     self._thread.start()
-        if not self._pending.is_set():
-            self._pending.set()
+        if not self._awake.is_set():
+            self._awake.set()
 
     def _is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
     def look(self) -> None:
-        self._pending.clear()
+        if self._num_idle_looks >= IDLE_LOOKS:
+            self._awake.clear()  # before it looks: what is launched from now on wakes it
+        self._num_idle_looks += 1
         error: Exception | None = None
         with self._changing:
             channels = list(self._channels)
@@ -81,7 +89,8 @@ class Watchdog:
             except Exception as failed:  # an error of the GPU, for example; without this thread no deadline holds
                 is_pending, error = True, failed
             if is_pending:
-                self._pending.set()
+                self._num_idle_looks = 0
+                self._awake.set()
         if error is not None and not self._has_complained:
             log.warning(
                 "the deadlines of operations on the GPU cannot be checked now, and will be again soon: %s", error
@@ -90,13 +99,13 @@ class Watchdog:
 
 
 def _look_after(
-    reference: weakref.ref[Watchdog], device: torch.device, pending: threading.Event, ended: threading.Event
+    reference: weakref.ref[Watchdog], device: torch.device, awake: threading.Event, ended: threading.Event
 ) -> None:
     """The thread: holds the watchdog only while it looks, so that a transport that is dropped takes it along."""
     torch.cuda.set_device(device)  # a thread begins on GPU 0, where its first query would make a context
     _ignore_captures()
     while not ended.wait(LOOK_SECONDS):
-        if not pending.wait(1.0):
+        if not awake.wait(1.0):
             if reference() is None:
                 return
             continue
