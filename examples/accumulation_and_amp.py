@@ -25,7 +25,7 @@ def main() -> None:
     if torch.cuda.is_available():  # a GPU for each rank of the host; more ranks than GPUs share them
         device = torch.device("cuda", config.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    with connect(config) as transport:
+    with connect(config, device=device) as transport:
         seed_everything(0, transport.rank)  # different data on every rank; DDP starts from rank 0's weights
         model = nn.Sequential(nn.Linear(16, 128), nn.GELU(), nn.Linear(128, 1)).to(device)
         ddp = DDP(model, transport)

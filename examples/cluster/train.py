@@ -62,7 +62,7 @@ def main() -> None:
     if torch.cuda.is_available():  # one GPU for each rank of the host, also if it sees only its own
         device = torch.device("cuda", config.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    with connect(config) as transport:
+    with connect(config, device=device) as transport:
         train(transport, device, options.folder, options.epochs)
 
 

@@ -243,6 +243,15 @@ def set_torchrun_variables() -> bool:
     return True
 
 
+def local_rank_from_env() -> int | None:
+    """Return the number of this rank on its host, as the launcher tells it; None if none does."""
+    variables = Variables(os.environ)
+    launcher = find_launcher(variables.env)
+    if launcher is None:
+        return None
+    return variables.read(launcher.required.get("local_rank") or launcher.optional.get("local_rank") or {})
+
+
 def setting_from_env(name: str) -> str | None:
     """Return the variable MURMURA_<NAME>, for callers that need one setting and no world; None if it is not set."""
     return os.environ.get(f"MURMURA_{name.upper()}") or None

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from murmura import ConfigError, DistributedConfig, ProcessGroupTransport, connect
 from murmura.launch import processes
+from murmura.transports import connect as connecting
+from murmura.transports import devices
 from murmura.transports.connect import _Options
+from murmura.transports.user_group import UserGroup
 from murmura.types import TransportKind
 
 
@@ -62,3 +67,57 @@ def test_connect_over_nccl_without_a_gpu_is_refused_before_anybody_is_waited_for
     config = DistributedConfig(world_size=2, rank=1, coordinator_addr="127.0.0.1:1", transport="nccl", timeout=60.0)
     with pytest.raises(ConfigError, match="torch finds none here"):
         connect(config)
+
+
+class Group:
+    """A process group of two ranks, as far as one is asked before ranks meet; `backends` are by device."""
+
+    def __init__(self, backends: dict[str, str]) -> None:
+        self._backends = backends
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 2
+
+    def get_group_store(self) -> Any:
+        return SimpleNamespace()
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type not in self._backends:
+            raise RuntimeError("no backend for that device")
+        return SimpleNamespace(name=lambda: self._backends[device.type])
+
+
+@pytest.mark.parametrize(
+    ("backends", "argument", "expected"),
+    [
+        ({"cuda": "nccl"}, None, ("cuda", 3)),  # nothing else can be meant
+        ({"cuda": "nccl"}, "cpu", ("cpu", None)),
+        ({"cuda": "nccl", "cpu": "gloo"}, None, ("cpu", None)),
+        ({"cuda": "nccl", "cpu": "gloo"}, "cuda", ("cuda", 3)),
+        ({"cpu": "gloo"}, None, ("cpu", None)),
+    ],
+)
+def test_ranks_of_a_group_are_on_what_it_is_for_and_on_the_gpu_of_their_local_rank(
+    backends: dict[str, str],
+    argument: str | None,
+    expected: Any,
+    gpu_at_join: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[Any] = []
+
+    class Rendezvous:
+        def __init__(self, gpu: int | None, **options: Any) -> None:
+            self.gpu = gpu
+
+        def choose_and_join(self, claim: Any) -> None:
+            found.append((claim.device, self.gpu))
+
+    monkeypatch.setattr(connecting, "StoreRendezvous", Rendezvous)
+    monkeypatch.setattr(devices, "gpu_identity", lambda device, local_rank: "")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    connecting._connect_by_group(UserGroup(Group(backends), "the group"), _Options.of(argument, None, None, None))
+    assert found == [expected]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from murmura.config import DistributedConfig
-from murmura.environment import seconds, setting_from_env
+from murmura.environment import local_rank_from_env, seconds, setting_from_env
 from murmura.errors import ConfigError
 from murmura.transports import devices
 from murmura.transports.announcement import Announcement
@@ -57,7 +57,8 @@ def connect(
 
     Args:
         config: this rank's place in its world.
-        device: where the tensors are that will be exchanged; None takes the config's backend, or MURMURA_DEVICE.
+        device: where the tensors are that will be exchanged; None takes the config's backend, or MURMURA_DEVICE, or
+            what the process group is for.
         transport: the kind to take, before that of the config and MURMURA_TRANSPORT. "auto" takes NCCL for CUDA if each
             rank has a GPU of its own, else shared memory on one host, and on several a `HierarchicalTransport`, or Gloo
             where each has one rank.
@@ -263,7 +264,10 @@ def _connect_by_group(user: UserGroup, options: _Options) -> Transport:
     timeout = options.timeout or (seconds(given) if given else user.timeout()) or 600.0
     told = parse(TransportKind, setting_from_env("transport") or "auto", "MURMURA_TRANSPORT")
     device_kind = parse(DistributedBackend, setting_from_env("device") or "auto", "MURMURA_DEVICE")
-    claim = options.claim(told, "MURMURA_TRANSPORT", device_kind, None)
+    if device_kind is DistributedBackend.AUTO and user.is_for_gpus_alone():
+        device_kind = DistributedBackend.CUDA
+    local_rank = local_rank_from_env()
+    claim = options.claim(told, "MURMURA_TRANSPORT", device_kind, local_rank)
     is_auto = claim.transport is TransportKind.AUTO
     if user.world_size == 1 and (is_auto or claim.transport is TransportKind.IN_PROCESS):
         log_choice(choose([claim], (0,)), 0, 1, f"nobody: {user.words} has no other rank")
@@ -292,6 +296,6 @@ def _connect_by_group(user: UserGroup, options: _Options) -> Transport:
         timeout=timeout,
         secret=setting_from_env("secret") or "",
         check=options.check,
-        gpu=options.gpu(claim.transport, device_kind, None),
+        gpu=options.gpu(claim.transport, device_kind, local_rank),
         group=user,
     ).choose_and_join(claim)

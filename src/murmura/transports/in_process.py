@@ -36,7 +36,7 @@ class _Message:
     """A tensor sent from one rank to another; the receiver copies it and sets `taken`.
 
     Of one on a GPU, only the work on it is queued by then: the receiver's stream begins to copy when the sender's has
-    come to `filled`, and the sender's goes on when the receiver's has come to `copied`.
+    come to `filled`, and the sender's goes on when the receiver's has come to `copied`, if the host has not waited.
     """
 
     tensor: Tensor
@@ -276,8 +276,8 @@ class InProcessTransport(Transport):
                 self._wait(unfinished, timeout, stuck=lambda peer: state.arrived[peer] > state.arrived[rank])
             finally:
                 state.awaits[rank] = None
-        for message, _ in outbox:
-            _await_on(message.tensor, message.copied)
+                for message, _ in outbox:
+                    _await_on(message.tensor, message.copied)
 
     def _take(self, message: _Message, out: Tensor, src: int) -> None:
         sent, wanted = describe(message.tensor), describe(out)
@@ -287,7 +287,7 @@ class InProcessTransport(Transport):
             raise self.reporter.mismatch(self.operation, calls)
         _await_on(message.tensor, message.filled)
         out.copy_(message.tensor)
-        message.copied = _now_on(out)
+        message.copied = _now_on(out) if message.tensor.is_cuda else None  # host memory may be written again
         message.taken = True
         self._state.answer(src, self.rank)
         self._state.changed.notify_all()

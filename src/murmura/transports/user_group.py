@@ -52,6 +52,10 @@ class UserGroup:
         backend = self.backend(device)
         return "" if backend is None else str(backend.name()).lower()
 
+    def is_for_gpus_alone(self) -> bool:
+        """Whether it is one of NCCL, with nothing for tensors in host memory."""
+        return self.backend_name("cuda") == "nccl" and self.backend_name("cpu") in ("", "nccl")
+
     def timeout(self) -> float | None:
         """Seconds that torch.distributed lets an operation of the group last, if it says so."""
         for device in ("cpu", "cuda"):
