@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 from murmura.errors import PeerTimeout, TransportError
-from murmura.transports import cuda_launches
+from murmura.transports import cuda_streams, launch_order
 from murmura.transports.cuda_launches import Launch
 
 DEVICE = torch.device("cuda", 0)
@@ -63,7 +64,8 @@ class GPU:
         patch.setattr(torch.cuda, "Event", FakeEvent)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: id(self.current), raising=False)
-        patch.setattr(cuda_launches, "_streams", {})
+        patch.setattr(cuda_streams, "_streams", {})
+        patch.setattr(launch_order, "_orders", weakref.WeakValueDictionary())
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         self.is_capturing = False
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)

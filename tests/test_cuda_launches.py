@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,8 @@ from murmura import ErrorFeedback, InProcessTransport, MinMaxUInt8, ProcessGroup
 from murmura.ddp.tail import Tail
 from murmura.errors import PeerTimeout, UsageError
 from murmura.transports import cuda_launches, group_operations, own_groups, watchdog
-from murmura.transports.cuda_launches import CudaLaunches, OnStream
+from murmura.transports.cuda_launches import CudaLaunches
+from murmura.transports.rendezvous import file_store
 
 
 @pytest.fixture
@@ -336,24 +339,6 @@ def test_a_fault_that_is_known_ends_an_operation_before_its_deadline(gpu: GPU) -
     launches.close()
 
 
-def test_operations_of_all_channels_have_one_order(gpu: GPU) -> None:
-    owner = Owner()
-    first = CudaLaunches(owner, DEVICE)
-    second = CudaLaunches(owner, DEVICE)
-    second.follow(first)
-    with OnStream(first.order.stream):
-        launch(first)
-    launch(second)  # on the stream of training
-    assert gpu.training.waited_for == [first.order.stream]
-    with OnStream(first.order.stream):
-        launch(second)
-    assert first.order.stream.waited_for == [gpu.training]
-    gpu.training.done()
-    first.order.stream.done()
-    for each in (first, second):
-        each.close()
-
-
 def test_a_ticket_makes_the_stream_wait_and_not_the_host(gpu: GPU) -> None:
     owner = Owner()
     launches = CudaLaunches(owner, DEVICE)
@@ -393,54 +378,6 @@ def test_the_host_waits_where_it_reads_and_for_no_kernel_of_training(gpu: GPU) -
     assert gpu.training.waited_for[-1] is own
     gpu.training.done()
     launches.close()
-
-
-def test_threads_beside_training_have_no_common_order(gpu: GPU) -> None:
-    owner = Owner()
-    first = CudaLaunches(owner, DEVICE)
-    second = CudaLaunches(owner, DEVICE)
-    second.follow(first)
-    launch(first)
-    gpu.current = other = FakeStream()
-    for act, waited_for in (
-        (lambda: launch(second), []),
-        (lambda: second.run("bucket 0", lambda: launch(second)), [gpu.training]),
-    ):
-        thread = threading.Thread(target=act)
-        thread.start()
-        thread.join()
-        assert other.waited_for == waited_for
-    gpu.training.done()
-    other.done()
-    first.close()
-    second.close()
-
-
-def test_a_job_holds_for_what_was_split_off_and_in_its_thread_alone(gpu: GPU) -> None:
-    """Backward launches in a thread of torch's, and within a job also on pairs and hosts, split off its channel."""
-    owner = Owner()
-    parent, split = CudaLaunches(owner, DEVICE), CudaLaunches(owner, DEVICE)
-    split.follow(parent)
-    launch(parent)
-    gpu.current = other = FakeStream()
-    names = []
-
-    def reduce() -> None:
-        launch(split)
-        beside = threading.Thread(target=lambda: names.append(split.named("all_gather #1")))
-        beside.start()
-        beside.join()
-
-    thread = threading.Thread(target=lambda: parent.run("bucket 3 of round 7", reduce).wait())
-    thread.start()
-    thread.join()
-    assert split._pending[0].operation == "all_reduce #1 of bucket 3 of round 7"
-    assert other.waited_for == [gpu.training]
-    assert names == ["all_gather #1"]
-    gpu.training.done()
-    other.done()
-    parent.close()
-    split.close()
 
 
 def test_events_are_used_again(gpu: GPU) -> None:
@@ -556,3 +493,70 @@ def test_a_group_that_cannot_be_aborted_keeps_nothing_else_from_it(gpu: GPU) -> 
     transport: Any = SimpleNamespace(_owns_group=True, _on_cuda=True, device=DEVICE, _group=group)
     ProcessGroupTransport.end_group_waits(transport)
     assert num_tried == [1]
+
+
+def own_transport(folder: Path) -> ProcessGroupTransport:
+    """A rank alone whose operations are launched on a GPU that is none."""
+    transport = ProcessGroupTransport.join(file_store(str(folder / "store"), 1), 0, 1, timeout=20.0)
+    transport.launches = CudaLaunches(transport, DEVICE)
+    return transport
+
+
+def test_peers_hear_that_a_rank_left_when_its_gpu_has_begun_what_they_wait_for(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    transport, asked, query = own_transport(tmp_path), threading.Event(), FakeEvent.query
+    assert transport.launches is not None
+    launch(transport.launches)
+    failure_log = transport._failure_log
+    assert failure_log is not None
+    closing = threading.Thread(target=transport.close)
+
+    def look(event: FakeEvent) -> bool:
+        if threading.current_thread() is closing:
+            asked.set()
+        return query(event)
+
+    monkeypatch.setattr(FakeEvent, "query", look)
+    closing.start()
+    assert asked.wait(10.0)
+    assert not failure_log._has("exited")
+    gpu.training.events[0].is_done = True  # it has begun
+    deadline = time.monotonic() + 10.0
+    while not failure_log._has("exited") and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert failure_log._has("exited")
+    assert closing.is_alive()  # it has not ended
+    gpu.training.done()
+    closing.join(10.0)
+    assert not closing.is_alive()
+
+
+def test_a_transport_whose_gpu_has_failed_is_closed_all_the_same(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(event: FakeEvent) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered\nCompile with ...")
+
+    transport = own_transport(tmp_path)
+    assert transport.launches is not None
+    launch(transport.launches)
+    monkeypatch.setattr(FakeEvent, "query", fail)
+    transport.close()
+    assert "its GPU has failed: CUDA error: device-side assert triggered." in str(transport.failure)
+    assert any(str(transport.failure) == record.message for record in caplog.records)  # nothing is left to raise it
+    assert transport._group is None
+
+
+def test_what_the_gpu_does_not_begin_is_told_after_a_while(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = Owner()
+    launches = CudaLaunches(owner, DEVICE)
+    monkeypatch.setattr(launches._watchdog, "wake", lambda: None)  # it looks only where this test does
+    launch(launches, "all_reduce #7")
+    launches._pending[0].warn_queued_after = 0.0
+    assert launches.look()
+    assert ["all_reduce #7 was launched" in each and "has not begun it" in each for each in caplog.messages] == [True]
+    gpu.training.done()
+    launches.close()

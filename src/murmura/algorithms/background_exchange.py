@@ -13,7 +13,7 @@ from torch import Tensor
 from murmura.algorithms.checks import instances_of
 from murmura.errors import UsageError
 from murmura.transports.base import Transport
-from murmura.transports.cuda_launches import OnStream, current_stream
+from murmura.transports.cuda_streams import OnStream, current_stream
 from murmura.transports.serial_executor import Ticket
 
 

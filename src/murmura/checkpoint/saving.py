@@ -25,7 +25,7 @@ from murmura.checkpoint.on_all_ranks import on_all_ranks
 from murmura.checkpoint.randomness import random_state
 from murmura.checkpoint.stateful import Stateful
 from murmura.ddp import DDP
-from murmura.errors import UsageError
+from murmura.errors import TransportError, UsageError
 from murmura.transports.base import Transport
 from murmura.types import Exchanges
 
@@ -80,6 +80,8 @@ class Saving:
             if is_first:
                 self._require_room([own, common])
             checksums = self._write(own, common)
+            advice = "Earlier checkpoints are as they were. Start again from the newest one."
+            on_all_ranks(self._channel, f"saving step {self._step}", advice, self._refuse_undefined)
             self._on_all_ranks(lambda: self._complete(checksums))
         except BaseException:
             if self._is_rank_0 and self._has_begun:  # otherwise the folder belongs to another save
@@ -181,6 +183,15 @@ class Saving:
             return checksums
 
         return {name: Checksum(**each) for files in self._on_all_ranks(write) for name, each in files.items()}
+
+    def _refuse_undefined(self) -> None:
+        """Raise if an exchange has failed on a GPU, perhaps when the state had been read: that is undefined then."""
+        failed = self._ddp.transport.first_failed()
+        try:
+            if failed is not None:
+                failed.check_usable()
+        except TransportError as error:  # the channel of checkpoints goes on: all ranks can hear of it
+            raise UsageError(str(error)) from error
 
     def _complete(self, checksums: Mapping[str, Checksum]) -> None:
         """On rank 0: write the manifest and rename the folder, which completes the checkpoint."""

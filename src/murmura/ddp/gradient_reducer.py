@@ -27,7 +27,7 @@ from murmura.ddp.replica import ModelReplica
 from murmura.ddp.tail import DataShares, Tail
 from murmura.errors import MurmuraError, UsageError
 from murmura.observe.observer import Observer, exchanging
-from murmura.transports.cuda_launches import current_stream
+from murmura.transports.cuda_streams import current_stream
 from murmura.transports.host import has_idle_core, members_of
 
 log = logging.getLogger("murmura")
@@ -52,6 +52,7 @@ class GradientReducer:
         self._num_ranks_here = len(members_of(self._transport.hosts, self._transport.rank))
         self._background = BackgroundExchanges(replica.transport)
         self._before: list[Tensor] | None = None  # gradients of earlier rounds, once asked for
+        self._tail: Tail | None = None
         self._use([])
 
     def serve(self, algorithm: AlgorithmImpl) -> None:
@@ -79,8 +80,14 @@ class GradientReducer:
         self._planner.load_state_dict(state)
         self.replan()
 
+    def check_last_round(self) -> None:
+        """Raise `CollectiveMismatch` if the last round met another one on other ranks, and nobody has looked yet."""
+        if self._tail is not None:
+            self._tail.check_unread()
+
     def _use(self, buckets: list[Bucket]) -> None:
         """Take other buckets, between two rounds; gradients that exist move into them."""
+        self.check_last_round()
         self.buckets = self._replica.buckets = buckets
         self._where = {
             id(parameter): (bucket, slot) for bucket in self.buckets for slot, parameter in enumerate(bucket.parameters)

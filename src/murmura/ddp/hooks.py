@@ -29,17 +29,20 @@ class Hooked(Protocol):
 
     def gradient_came(self, parameter: nn.Parameter, *, is_final: bool) -> None: ...
 
+    def before_save(self) -> None: ...
+
     def before_load(self, module: nn.Module) -> None: ...
 
     def after_load(self, module: nn.Module) -> None: ...
 
 
 def hook_module(owner: Hooked, module: nn.Module) -> list[Any]:
-    """Hooks around the forwards of `module` and of its parts, and around the loading of its state."""
+    """Hooks around the forwards of `module` and its parts, around the loading of its state, and before it is read."""
     parts = [part for part in module.modules() if part is not module]
     return [
         module.register_forward_pre_hook(_Before(owner, module)),
         module.register_forward_hook(_After(owner, module)),
+        module.register_state_dict_pre_hook(_BeforeSave(owner, module)),  # type: ignore[no-untyped-call]
         *(each.register_load_state_dict_pre_hook(_BeforeLoad(owner, each)) for each in module.modules()),  # type: ignore[no-untyped-call]
         *(each.register_load_state_dict_post_hook(_AfterLoad(owner, each)) for each in module.modules()),  # type: ignore[no-untyped-call]
         *(part.register_forward_pre_hook(_BeforePart(owner, part)) for part in parts),
@@ -99,6 +102,13 @@ class _After(_ModuleHook):
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+
+class _BeforeSave(_ModuleHook):
+    def __call__(self, called: nn.Module, prefix: str, keep_vars: bool) -> None:
+        owner = self._owner()
+        if owner is not None and called is self._module():
+            owner.before_save()
 
 
 class _BeforeLoad(_ModuleHook):

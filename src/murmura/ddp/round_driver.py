@@ -143,7 +143,12 @@ class RoundDriver:
             self.round.apply(Event.DISCARD)
         self.round.apply(Event.SAVE, "saving the state (algorithm_state_dict, Checkpointer.save)")
         self.settling.refuse_after_failure("saving the state")
+        self.reducer.check_last_round()
         self.settling.settle()
+
+    def before_save(self) -> None:
+        """The state of the module is about to be read, to be saved as a rule."""
+        self.settling.refuse_after_failure("reading the state of the module", if_undefined=True)
 
     def before_load(self, module: nn.Module) -> None:
         """`module`, the root or a part, begins to load: what is pending belongs to the weights that are replaced."""
@@ -373,8 +378,8 @@ class RoundDriver:
         if self.closed:
             return
         try:
-            if settle:
-                self.settling.settle_at_close()
+            if settle and self.settling.settle_at_close():
+                self.reducer.check_last_round()
         finally:
             self.round.apply(Event.CLOSE)
             self._stop_listening()

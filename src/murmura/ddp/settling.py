@@ -26,14 +26,17 @@ class Settling:
         self._replica = replica
         self._round = round_
         self._backward = backward
-        self._thread = threading.get_ident()  # the user's, which trains
+        self._thread: int | None = None  # the user's, which trains
+        self.seen()
         self._is_settling = False
         self.buffers_pending = False
         self.buffer_source = 0  # the rank whose buffers the others take over
 
     def seen(self) -> None:
         """Note that the calling thread is the one that trains."""
-        self._thread = threading.get_ident()
+        if self._thread != threading.get_ident():
+            self._thread = threading.get_ident()
+            self._replica.transport.trains_here()
 
     def settle(self) -> None:
         """Run what the last round left pending because a step was skipped; does nothing inside a round."""
@@ -41,10 +44,13 @@ class Settling:
             self._once(self.algorithm.settle)
             self._once(self.broadcast_pending_buffers)
 
-    def refuse_after_failure(self, what: str) -> None:
-        """Raise if an exchange has failed since its launch on a GPU: all results since then are invalid."""
+    def refuse_after_failure(self, what: str, *, if_undefined: bool = False) -> None:
+        """Raise if an exchange has failed; `if_undefined` only if that was after its launch on a GPU.
+
+        Then all results since the launch are undefined. Otherwise they may still be saved.
+        """
         failed = self._replica.transport.first_failed()  # algorithms exchange on channels of their own
-        if failed is not None:
+        if failed is not None and (failed.fails_later or not if_undefined):
             failed.check_usable(what)
 
     def before_collective(self) -> None:
@@ -53,16 +59,17 @@ class Settling:
         if threading.get_ident() == self._thread and not self._backward.is_running:
             self._once(self.algorithm.before_collective)
 
-    def settle_at_close(self) -> None:
-        """As `settle`; while an exception is handled, within a short time only."""
+    def settle_at_close(self) -> bool:
+        """As `settle`; while an exception is handled, within a short time only. Whether all has gone well."""
         if self._replica.transport.first_failed() is not None:
-            return
+            return False
         if sys.exc_info()[0] is None:
             self.settle()
-        else:
-            settling = threading.Thread(target=self._try_to_settle, daemon=True)
-            settling.start()
-            settling.join(CLOSE_SECONDS)
+            return True
+        settling = threading.Thread(target=self._try_to_settle, daemon=True)
+        settling.start()
+        settling.join(CLOSE_SECONDS)
+        return False
 
     def broadcast_pending_buffers(self) -> None:
         """Take over the buffers of rank 0, or in a join of one that has data, if that is pending."""

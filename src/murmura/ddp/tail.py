@@ -17,7 +17,7 @@ import torch
 from murmura.buckets import Bucket
 from murmura.errors import CollectiveMismatch
 from murmura.transports.base import Transport
-from murmura.transports.cuda_launches import is_done
+from murmura.transports.cuda_streams import is_done
 from murmura.types import ReduceOp
 
 LARGEST_EXACT = 2**53
@@ -44,7 +44,7 @@ class Tail:
     """The tail of the rounds that use `buckets`; written and read in the user's thread, exchanged in another.
 
     On a GPU the host must not wait in every round: there `read` is left out unless something was unused or replayed,
-    and the fingerprint is compared when the next tail is written.
+    and the fingerprint is compared when the next tail is written, or before the state is saved or the model closed.
     """
 
     def __init__(self, buckets: Sequence[Bucket], transport: Transport) -> None:
@@ -59,13 +59,18 @@ class Tail:
         self._staging = torch.empty(length, dtype=torch.float64, pin_memory=self._on_cuda)
         self._copied: torch.cuda.Event | None = None  # of the copy of the last tail to `_staging`
         self._unread: int | None = None  # the round of that tail
+        self._own = self._written.numpy()
+        self._flags: tuple[float, ...] = ()  # what it begins with, as it was written last
         self._all_used = False
 
     def write(self, used: Sequence[bool], weight: float, number: int) -> None:
         """Write this rank's values for round `number`."""
-        self._check_unread()
-        self._all_used = all(used)
-        self._written.copy_(torch.tensor([*map(float, used), weight, self._fingerprint(number)], dtype=torch.float64))
+        self.check_unread()
+        flags = *used, weight
+        if flags != self._flags:
+            self._flags, self._all_used = flags, all(used)
+            self._own[:-1] = flags
+        self._own[-1] = self._fingerprint(number)
         self.values.copy_(self._written, non_blocking=True)
         self._number = number
 
@@ -97,8 +102,8 @@ class Tail:
         *used, weight, fingerprint = (self._staging if self._on_cuda else self.values).tolist()
         return Contents(used, weight, fingerprint)
 
-    def _check_unread(self) -> None:
-        """Compare the fingerprint of a round that was not read; the copy has ended long ago."""
+    def check_unread(self) -> None:
+        """Compare the fingerprint of the last round, if it was not read; waits for a GPU that has not come to it."""
         if self._unread is not None:
             number, self._unread = self._unread, None
             self._check_fingerprint(self._contents(), number)

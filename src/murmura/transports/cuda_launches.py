@@ -1,13 +1,14 @@
 """The operations of a channel on a GPU, from their launch until the device has done them.
 
 An operation is only enqueued: the host goes on, and what the same stream does next finds the result. So two things that
-a waiting host would see to are seen to here: `LaunchOrder` keeps the operations of all channels in one order on the
-device, and a `Watchdog` looks after them and ends one whose deadline has passed or whose peer is gone.
+a waiting host would see to are seen to otherwise: a `LaunchOrder` keeps the operations of all channels in one order on
+the device, and a `Watchdog` looks after them and ends one whose deadline has passed or whose peer is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -21,64 +22,17 @@ from torch import Tensor
 
 from murmura.collectives.deadline import Deadline
 from murmura.errors import UsageError
+from murmura.transports.cuda_streams import OnStream, current_stream, is_done
+from murmura.transports.launch_order import LaunchOrder, order_of_this_thread
 from murmura.transports.serial_executor import EndedTicket, Ticket
 from murmura.transports.watchdog import Watchdog
 
+log = logging.getLogger("murmura")
+
 SUSPECT_SECONDS = 0.5  # after which an operation that goes on makes it look for ranks that have failed
 STALL_SECONDS = 10.0  # after which it warns, and each time after twice as long
+QUEUED_SECONDS = 60.0  # the same for one that the device has not begun: kernels before it may take long
 LEFT_SECONDS = 3.0  # after which it asks also for ranks that left: their last kernels may be a little ahead of ours
-
-
-_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
-
-
-def current_stream(device: int) -> torch.cuda.Stream:
-    """torch's current stream of GPU number `device`; to make the object anew takes longer than a launch."""
-    key = device, torch._C._cuda_getCurrentRawStream(device)
-    if key not in _streams:
-        _streams[key] = torch.cuda.current_stream(device)
-    return _streams[key]
-
-
-def is_done(event: torch.cuda.Event) -> bool:
-    """Whether the device has come to where `event` was recorded last."""
-    return bool(event.query())  # type: ignore[no-untyped-call]
-
-
-class LaunchOrder:
-    """The operations of all channels that share it run on the device one after another, in the order of their launch.
-
-    Every channel is a communicator of its own. Of two that run at once, in one order here and in another there, each
-    can hold what the other needs, and neither ends. Ranks launch as their programs say, which is alike on all of them.
-    That holds for the thread that made the order and for what training launches; other threads have no common order,
-    and so must not be put into one.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._home = threading.get_ident()
-        self._jobs = threading.local()  # of all channels: what is launched in a job may be so on one split off
-        # What peers wait for goes before what only this rank needs.
-        self.stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._last = self.stream  # of the operation launched last
-        self.is_stuck = False  # an operation that had to be done before its channel closed has not even begun
-
-    @property
-    def job(self) -> str:
-        """What the operations launched in this thread are for, such as a bucket; empty outside a job of training."""
-        job: str = getattr(self._jobs, "job", "")
-        return job
-
-    @job.setter
-    def job(self, what: str) -> None:
-        self._jobs.job = what
-
-    def enter(self, stream: torch.cuda.Stream) -> None:
-        """An operation is about to be launched on `stream`: it begins after the one launched last."""
-        if self._last is stream or self._last == stream:  # objects of one stream are compared in Python
-            return
-        if self.job or threading.get_ident() == self._home:
-            stream.wait_stream(self._last)
-            self._last = stream
 
 
 @dataclass(slots=True)
@@ -90,10 +44,12 @@ class Launch:
     awaited: Sequence[int]
     timeout: float
     began: torch.cuda.Event
+    launched: float  # when, by the monotonic clock
     ended: torch.cuda.Event | None = None  # None while the host is inside torch, which may be connecting to peers
-    since: float | None = None  # when it was first seen to have begun, by the monotonic clock
+    since: float | None = None  # when it was first seen to have begun
     looked: float = 0.0
     warn_after: float = STALL_SECONDS
+    warn_queued_after: float = QUEUED_SECONDS
 
     def has_begun(self) -> bool:
         """Whether the device has begun it; as long as it is queued behind other kernels it has not."""
@@ -121,6 +77,10 @@ class Launching(Protocol):
 
     def never_begun(self, launch: Launch, waited: float) -> BaseException:
         """The error of `launch`, which the device has not begun although the host has waited for it; at the end."""
+        ...
+
+    def device_failed(self, launch: Launch, error: RuntimeError) -> BaseException:
+        """The error of `launch`, of which the device tells nothing any more but `error`; at the end."""
         ...
 
     def give_up(self, error: BaseException) -> None:
@@ -159,29 +119,13 @@ class StreamTicket(EndedTicket):
         return self._launches.has_come(self._ended, seconds)
 
 
-class OnStream:
-    """Inside it `stream` is the current one; as `torch.cuda.stream`, at half its cost where the device is current."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-        self._device = torch.cuda.current_device()
-
-    def __enter__(self) -> None:
-        self._before = current_stream(self._stream.device_index)
-        torch.cuda.set_stream(self._stream)
-
-    def __exit__(self, *failure: object) -> None:
-        torch.cuda.set_stream(self._before)
-        if self._device != self._stream.device_index:
-            torch.cuda.set_device(self._device)
-
-
 class CudaLaunches:
     """The launches of one channel of `owner`, which is held weakly."""
 
     def __init__(self, owner: Launching, device: torch.device) -> None:
         self.device = device
-        self.order = LaunchOrder(device)
+        self._order = order_of_this_thread(device)
+        self._parent: CudaLaunches | None = None
         self._apart: torch.cuda.Stream | None = None  # made when it is first needed
         self._is_apart = False  # whether the operation under way runs there, and the host waits for it
         self._owner = weakref.ref(owner)
@@ -193,8 +137,21 @@ class CudaLaunches:
     def follow(self, parent: CudaLaunches) -> None:
         """Share the order and the watchdog of `parent`, those of the transport that this channel was split off."""
         self._watchdog.forget(self)
-        self.order, self._watchdog = parent.order, parent._watchdog
+        self._parent, self._watchdog = parent, parent._watchdog
         self._watchdog.watch(self)
+
+    @property
+    def order(self) -> LaunchOrder:
+        """The order of what is launched here: that of the thread that trains, or else made the first transport."""
+        return self._order if self._parent is None else self._parent.order
+
+    def trains_here(self) -> None:
+        """The calling thread trains: operations of this world have its order, with those of its other worlds."""
+        if self._parent is not None:
+            self._parent.trains_here()
+        elif self._order.home != threading.get_ident():
+            before, self._order = self._order, order_of_this_thread(self.device)
+            self._order.continue_after(before)
 
     def launch(
         self, start: Callable[[None], Any], operation: str, call: str, awaited: Sequence[int], limit: float
@@ -213,7 +170,7 @@ class CudaLaunches:
             self.order.enter(stream)
         began, ended = self._event(), self._event()
         began.record(stream)
-        launch = Launch(self.named(operation), call, awaited, limit, began)
+        launch = Launch(self.named(operation), call, awaited, limit, began, time.monotonic())
         self._pending.append(launch)
         self._watchdog.wake()
         try:
@@ -307,23 +264,29 @@ class CudaLaunches:
         if owner is not None and owner.failure is not None:
             owner.raise_failure(operation)
 
-    def drain(self) -> None:
+    def drain(self, *, until_begun: bool = False) -> None:
         """Let the host wait until the device has done all launches, or one of them has been given up.
 
-        The watchdog gives up one that has begun. One that does not begin in its time, once it is the next, is given up
-        here: what was queued before it does not end.
+        If `until_begun`, it has only to have begun them. The watchdog gives up one that has begun. One that does not
+        begin in its time, once it is the next, is given up here: what was queued before it does not end.
         """
         for launch in list(self._pending):
             deadline = Deadline(0.0 if self.order.is_stuck else launch.timeout)
-            while not launch.has_ended():
+            try:
+                while not (launch.has_ended() or (until_begun and launch.has_begun())):
+                    owner = self._owner()
+                    if owner is None or owner.failure is not None:
+                        return
+                    if deadline.remaining <= 0 and not launch.has_begun():
+                        self.order.is_stuck = True
+                        owner.give_up(owner.never_begun(launch, deadline.waited))
+                        return
+                    time.sleep(0.001)
+            except RuntimeError as error:  # every query of an event fails after a failed assertion of a kernel
                 owner = self._owner()
-                if owner is None or owner.failure is not None:
-                    return
-                if deadline.remaining <= 0 and not launch.has_begun():
-                    self.order.is_stuck = True
-                    owner.give_up(owner.never_begun(launch, deadline.waited))
-                    return
-                time.sleep(0.001)
+                if owner is not None:
+                    owner.give_up(owner.device_failed(launch, error))
+                return
 
     def look(self) -> bool:
         """Called by the watchdog: forget what is done, and end what takes too long. Whether anything is pending."""
@@ -335,6 +298,8 @@ class CudaLaunches:
             self._events += [event for event in (done.began, done.ended) if event is not None]
         if owner is None:
             return False
+        if pending and not pending[0].has_begun():
+            self._warn_of_queue(pending[0])
         for launch in list(pending):  # on several streams: one may wait for its turn while a later one has begun
             waited = launch.waited()
             if waited <= min(SUSPECT_SECONDS, launch.timeout / 2) or launch.has_ended():
@@ -348,6 +313,16 @@ class CudaLaunches:
                     owner.give_up(fault)
                     break
         return bool(pending)
+
+    def _warn_of_queue(self, launch: Launch) -> None:
+        queued = time.monotonic() - launch.launched
+        if queued > launch.warn_queued_after:
+            launch.warn_queued_after *= 2
+            log.warning(
+                "%s was launched %.0f s ago, and GPU %d has not begun it. No deadline counts until then: kernels that "
+                "were queued before it take long, or do not end.",
+                *(launch.operation, queued, self.device.index),
+            )
 
     def close(self) -> None:
         self._watchdog.forget(self)

@@ -7,6 +7,7 @@ to the channels split off it (`keep_split`). `Transport` inherits it and adds th
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -50,6 +51,7 @@ class Endpoint:
         self.world_ranks: Sequence[int] = tuple(range(world_size) if world_ranks is None else world_ranks)
         self.reporter = Reporter(rank, self.world_ranks)
         self.failure: BaseException | None = None
+        self._failing = threading.Lock()  # held while `failure` is set
         self.closed = False
         self.operation = ""
         self.default_algorithm: str | None = None
@@ -80,21 +82,30 @@ class Endpoint:
         if self.closed:
             return
         self.closed = True
-        for split in list(self._splits):
-            split.close()
-        self.on_close()
-        self._executor.close()
-        self.release()
+        with contextlib.ExitStack() as steps:  # from the last to the first, each of them whatever another raises
+            steps.callback(self.release)
+            steps.callback(self._executor.close)
+            steps.callback(self.on_close)
+            for split in list(self._splits):
+                steps.callback(split.close)
 
     def abort(self, error: BaseException) -> None:
         """Poison the transport because of `error`, so that peers learn the cause before `close` ends it."""
-        if self.failure is not None:
+        # In a forked child it is set, and nobody may ever release the lock.
+        if self.failure is not None or not self._set_failure(error):
             return
-        self.failure = error
         self._failures.append(error)
         self.on_abort(error)
         for split in list(self._splits):
             split.abort(error)
+
+    def _set_failure(self, error: BaseException) -> bool:
+        """Set `failure` unless there is one; whether it was set. Threads may fail at once."""
+        with self._failing:
+            if self.failure is None:
+                self.failure = error
+                return True
+        return False
 
     def end_with_program(self) -> None:
         """The program ends and this was not closed: end the waits of its communication thread, and the thread.
@@ -325,6 +336,10 @@ class Endpoint:
         finally:
             if outermost:
                 self.operation = ""
+
+    def trains_here(self) -> None:
+        """The calling thread trains on this endpoint, or on one split off it."""
+        return
 
     def communication_stream(self, device: torch.device) -> torch.cuda.Stream:
         """The stream of `device` on which exchanges run beside training."""

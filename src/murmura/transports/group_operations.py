@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from murmura.collectives.chunks import is_small
+from murmura.collectives.deadline import Deadline
 from murmura.collectives.reduction import BITWISE
 from murmura.transports.checks import Pairs, flatten
 from murmura.types import ReduceOp
@@ -44,6 +45,15 @@ def has_all_reduce(kind: str, flat: Tensor, op: ReduceOp, world_size: int) -> bo
     if flat.dtype not in NATIVE_DTYPES or ("nccl" in kind and op in BITWISE):
         return False
     return kind != "gloo" or not is_small(flat.nbytes, world_size)
+
+
+def native_op(op: ReduceOp, world_size: int, *, on_cuda: bool) -> Any:
+    """torch's operation for `op`; for a mean it is the sum, to be divided, where NCCL's own mean has other bits.
+
+    NCCL multiplies by 1 / n and adds, which gives the bits of a sum that is divided where n is a power of two.
+    """
+    is_own_mean = on_cuda and op is ReduceOp.MEAN and world_size & (world_size - 1) == 0
+    return MEAN if is_own_mean else OPS[op]
 
 
 def all_reduce_options(op: Any) -> Any:
@@ -135,6 +145,10 @@ def stream(
         yield bounds
     for work in sends:
         wait(work)
+
+
+def await_work(work: Any, deadline: Deadline) -> None:
+    work.wait(timedelta(seconds=deadline.left() or 0.001))
 
 
 def close_connections(group: Any, peers: Sequence[int]) -> None:

@@ -23,6 +23,7 @@ from murmura.observe.probe import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.checks import check_timeout, describe, flatten
+from murmura.transports.cuda_streams import event_on_stream_of, stream_waits
 from murmura.transports.error_reporter import ExitNotice
 from murmura.transports.stalls import WaitDeadline, at_fault, is_recent
 from murmura.transports.tagged_messages import Arrival, Inbox, Message, Receive, SentMessage, TaggedMessages, fill
@@ -267,7 +268,7 @@ class InProcessTransport(Transport):
 
         with state.changed:
             for tensor, dst in sends:
-                message = _Message(tensor.detach(), filled=_now_on(tensor))
+                message = _Message(tensor.detach(), filled=event_on_stream_of(tensor))
                 state.messages.setdefault((rank, dst), deque()).append(message)
                 outbox.append((message, dst))
                 state.answer(dst, rank)
@@ -277,7 +278,7 @@ class InProcessTransport(Transport):
             finally:
                 state.awaits[rank] = None
                 for message, _ in outbox:
-                    _await_on(message.tensor, message.copied)
+                    stream_waits(message.tensor, message.copied)
 
     def _take(self, message: _Message, out: Tensor, src: int) -> None:
         sent, wanted = describe(message.tensor), describe(out)
@@ -285,9 +286,9 @@ class InProcessTransport(Transport):
             message.refusal = self._describe_call("recv(src={})", src, out)
             calls = {src: self._describe_call("send(dst={})", self.rank, message.tensor), self.rank: message.refusal}
             raise self.reporter.mismatch(self.operation, calls)
-        _await_on(message.tensor, message.filled)
+        stream_waits(message.tensor, message.filled)
         out.copy_(message.tensor)
-        message.copied = _now_on(out) if message.tensor.is_cuda else None  # host memory may be written again
+        message.copied = event_on_stream_of(out) if message.tensor.is_cuda else None  # host memory may be written again
         message.taken = True
         self._state.answer(src, self.rank)
         self._state.changed.notify_all()
@@ -326,17 +327,6 @@ class InProcessTransport(Transport):
             deadline.check(at_fault(awaited, state.awaited_by, self.rank) if deadline.remaining <= 0 else awaited)
             state.changed.wait(max(0.001, min(deadline.remaining, 1.0)))
         deadline.end()
-
-
-def _now_on(tensor: Tensor) -> torch.cuda.Event | None:
-    """An event after all that is queued on this thread's stream of the GPU that `tensor` is on; None on a CPU."""
-    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
-
-
-def _await_on(tensor: Tensor, event: torch.cuda.Event | None) -> None:
-    """Let this thread's stream of the GPU that `tensor` is on wait for `event`."""
-    if event is not None:
-        torch.cuda.current_stream(tensor.device).wait_event(event)
 
 
 class _InProcessMessages(TaggedMessages):

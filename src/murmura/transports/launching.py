@@ -145,6 +145,10 @@ class LaunchingTransport(Transport):
             group_operations.on_current_stream(options)
         return options
 
+    def trains_here(self) -> None:
+        if self.launches is not None:
+            self.launches.trains_here()
+
     def communication_stream(self, device: torch.device) -> torch.cuda.Stream:
         return super().communication_stream(device) if self.launches is None else self.launches.order.stream
 
@@ -169,7 +173,14 @@ class LaunchingTransport(Transport):
             f"rank {own} closed its transport and waited {waited:.1f} s for {launch.operation}, which its GPU has not "
             "begun: a kernel that was queued before it does not end."
         )
-        log.warning("%s", words)  # closing raises nothing
+        return TransportError(words, rank=own, operation=launch.operation)
+
+    def device_failed(self, launch: Launch, error: RuntimeError) -> BaseException:
+        own = self.reporter.own
+        words = (
+            f"rank {own} closed its transport and cannot learn whether {launch.operation} has ended, for its GPU has "
+            f"failed: {str(error).splitlines()[0]}. Run with CUDA_LAUNCH_BLOCKING=1 to find the kernel."
+        )
         return TransportError(words, rank=own, operation=launch.operation)
 
     def give_up(self, error: BaseException) -> None:
@@ -177,6 +188,9 @@ class LaunchingTransport(Transport):
             told, words = error, f"{error} {UNDEFINED}"
             error = type(told)(words, rank=told.rank, peer=told.peer, operation=told.operation)
             error.cause = told.cause
+        else:
+            error.add_note(UNDEFINED)
+        log.error("%s", error)  # after the last operation of a program nothing is left that could raise it
         self.abort(error)
 
     def raise_failure(self, operation: str) -> None:

@@ -28,6 +28,7 @@ _VARIABLES = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
 _setting = threading.Lock()
+ABORT_SECONDS = 10.0  # for a group on a GPU to break off what it does; kernels of others may hold it up
 
 
 def group_maker(store: Any, rank: int, world_size: int, kind: str, timeout: float, num_hosts: int) -> Callable[[], Any]:
@@ -64,6 +65,12 @@ def _make_nccl_group(store: Any, rank: int, world_size: int, timeout: float, dev
             group = nccl(store, rank, world_size, options)
         group.eager_connect_single_device(device)
     return group
+
+
+def abort(group: Any, device: torch.device) -> None:
+    """Break off what a group on the GPU `device` does; its other channels can be aborted even if this fails."""
+    with contextlib.suppress(RuntimeError):  # the GPU has failed
+        end_within(ABORT_SECONDS, device, group.abort)
 
 
 def end_within(seconds: float, device: torch.device, act: Callable[[], None]) -> bool:

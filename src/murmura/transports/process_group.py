@@ -18,7 +18,7 @@ from torch import Tensor
 
 from murmura.collectives.deadline import Deadline
 from murmura.errors import ConfigError, PeerTimeout, RendezvousError, TransportError, UsageError
-from murmura.transports import agreement, group_operations
+from murmura.transports import agreement, group_operations, own_groups
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.challenge import prove_to_each_other
 from murmura.transports.checks import Check, check_timeout, describe_exchange, flatten
@@ -29,7 +29,6 @@ from murmura.transports.failure_log import FailureLog, is_timeout
 from murmura.transports.group_building import build_group
 from murmura.transports.launching import LaunchingTransport
 from murmura.transports.liveness import Liveness
-from murmura.transports.own_groups import end_within
 from murmura.transports.process_group_messages import ProcessGroupMessages, Streams
 from murmura.transports.rendezvous import Roster, Store, sign_in, under
 from murmura.transports.serial_executor import Ticket
@@ -41,7 +40,6 @@ from murmura.transports.watched_store import Watch, nobody
 from murmura.types import ReduceOp, parse
 
 __all__ = ["Check", "ProcessGroupTransport"]
-ABORT_SECONDS = 10.0  # for a group on a GPU to break off what it does; kernels of others may hold it up
 
 
 class ProcessGroupTransport(LaunchingTransport):
@@ -209,11 +207,14 @@ class ProcessGroupTransport(LaunchingTransport):
         return ProcessGroupMessages.split_off(self)
 
     def on_abort(self, error: BaseException) -> None:
-        if self._failure_log is not None and not self.closed:
-            self._failure_log.announce_exit(ExitNotice.of(error, self.reporter.own))
+        failure_log = self._failure_log  # the watchdog comes here while another thread may close
+        if failure_log is not None and not self.closed:
+            failure_log.announce_exit(ExitNotice.of(error, self.reporter.own))
         self.end_group_waits()  # ends waits inside torch, and on CUDA kernels that would hold up the device
 
     def on_close(self) -> None:
+        if self.launches is not None:
+            self.launches.drain(until_begun=True)  # peers that have begun wait for this rank, and must not hear it left
         if self._failure_log is not None and self.failure is None:
             self._failure_log.announce_exit(self.exit_notice())
         if not self._executor.idle or (self.streams is not None and self.streams.in_flight(sends=False)):
@@ -224,14 +225,17 @@ class ProcessGroupTransport(LaunchingTransport):
     def release(self) -> None:
         if self.launches is not None:
             self.launches.close()
-        if self._owns_group:
-            if not self._on_cuda:
-                self._group.shutdown()
-            # After a failure it would wait for ranks that may never come.
-            elif self.failure is not None or not end_within(self.timeout, self.device, self._group.shutdown):
-                self.end_group_waits()
-        self._group = self._group_store = self._store = self.store_served = self._failure_log = None
-        self._liveness.close()
+        try:
+            if self._owns_group:
+                shut_down = self._group.shutdown
+                if not self._on_cuda:
+                    shut_down()
+                # After a failure it would wait for ranks that may never come.
+                elif self.failure is not None or not own_groups.end_within(self.timeout, self.device, shut_down):
+                    self.end_group_waits()
+        finally:
+            self._group = self._group_store = self._store = self.store_served = self._failure_log = None
+            self._liveness.close()
 
     # Collectives the group has itself
 
@@ -246,11 +250,9 @@ class ProcessGroupTransport(LaunchingTransport):
             flat_out.copy_(flat_in)
         # The sum may exceed the range of float16 where the mean does not.
         total = flat_out.float() if op is ReduceOp.MEAN and flat_out.dtype is torch.float16 else flat_out
-        # NCCL multiplies by 1 / n and adds: the bits of a sum that is divided, where n is a power of two.
-        is_mean_native = self._on_cuda and op is ReduceOp.MEAN and self.world_size & (self.world_size - 1) == 0
-        native = group_operations.MEAN if is_mean_native else group_operations.OPS[op]
+        native = group_operations.native_op(op, self.world_size, on_cuda=self._on_cuda)
         self.await_works(lambda limit: self._group.allreduce([total], self._all_reduce_options(native, limit)), timeout)
-        if op is ReduceOp.MEAN and not is_mean_native:
+        if op is ReduceOp.MEAN and native != group_operations.MEAN:
             total.div_(self.world_size)
         if total is not flat_out:
             flat_out.copy_(total)
@@ -304,13 +306,13 @@ class ProcessGroupTransport(LaunchingTransport):
 
     def end_group_waits(self) -> None:
         """End the waits in a group of our own; a group that was handed over may be in use elsewhere."""
-        if not self._owns_group or self._group is None:
+        group = self._group
+        if not self._owns_group or group is None:
             return
         if self._on_cuda:
-            with contextlib.suppress(RuntimeError):  # the GPU has failed; splits are aborted all the same
-                end_within(ABORT_SECONDS, self.device, self._group.abort)
-            return
-        group_operations.close_connections(self._group, self._peers)
+            own_groups.abort(group, self.device)
+        else:
+            group_operations.close_connections(group, self._peers)
 
     def move(self, sends: Pairs, recvs: Pairs, timeout: float) -> None:
         """Exchange flat tensors as bytes; receives are posted first (on Gloo that is twice as fast)."""
@@ -324,9 +326,8 @@ class ProcessGroupTransport(LaunchingTransport):
     def _exchange_checked(self, outgoing: Pairs, incoming: Pairs, sends: Pairs, recvs: Pairs, timeout: float) -> None:
         deadline = Deadline(timeout)
         with self._translated(deadline):
-            agreement.exchange(
-                self._group, lambda work: _wait(work, deadline), outgoing, incoming, sends, recvs, self.reporter
-            )
+            wait = partial(group_operations.await_work, deadline=deadline)
+            agreement.exchange(self._group, wait, outgoing, incoming, sends, recvs, self.reporter)
 
     def stream(
         self, outgoing: Tensor, dst: int, incoming: Tensor, src: int, *, timeout: float | None = None
@@ -338,9 +339,8 @@ class ProcessGroupTransport(LaunchingTransport):
             return
         deadline = Deadline(self.seconds(timeout))
         with self._translated(deadline):
-            yield from group_operations.stream(
-                self._group, lambda work: _wait(work, deadline), outgoing, dst, incoming, src
-            )
+            wait = partial(group_operations.await_work, deadline=deadline)
+            yield from group_operations.stream(self._group, wait, outgoing, dst, incoming, src)
 
     def await_works(self, start: Callable[[timedelta | None], Any], timeout: float | None) -> None:
         """Start works of the group and wait for all of them; translate their errors into ours."""
@@ -352,7 +352,7 @@ class ProcessGroupTransport(LaunchingTransport):
         with self._translated(deadline):
             works = start(timedelta(seconds=deadline.timeout))
             for work in works if isinstance(works, list) else [works]:
-                _wait(work, deadline)
+                group_operations.await_work(work, deadline)
 
     @contextlib.contextmanager
     def _translated(self, deadline: Deadline) -> Iterator[None]:
@@ -372,7 +372,8 @@ class ProcessGroupTransport(LaunchingTransport):
         return self.explain(error, operation or "an operation", waited)
 
     def known_cause(self, launch: Launch, waited: float) -> BaseException | None:
-        return None if self._failure_log is None else self._failure_log.cause(launch.operation, waited)
+        failure_log = self._failure_log
+        return None if failure_log is None else failure_log.cause(launch.operation, waited)
 
     def explain_delay(self, launch: Launch, waited: float) -> BaseException:
         late = TimeoutError(f"timed out after {launch.timeout:.1f} s.")
@@ -385,16 +386,12 @@ class ProcessGroupTransport(LaunchingTransport):
     def _explain_call(
         self, error: Exception, operation: str, call: str, awaited: Sequence[int], waited: float
     ) -> Exception:
-        timed_out = is_timeout(error)
-        if self._failure_log is None:
+        timed_out, failure_log = is_timeout(error), self._failure_log
+        if failure_log is None:
             return (PeerTimeout if timed_out else TransportError)(
                 f"rank {self.reporter.own}: {operation} failed after {waited:.1f} s: {error} "
                 "Which rank is at fault cannot be told, for this process group does not give its store.",
                 rank=self.reporter.own,
                 operation=operation,
             )
-        return self._failure_log.explain(call, operation, waited, awaited=awaited, timed_out=timed_out, told=error)
-
-
-def _wait(work: Any, deadline: Deadline) -> None:
-    work.wait(timedelta(seconds=deadline.left() or 0.001))
+        return failure_log.explain(call, operation, waited, awaited=awaited, timed_out=timed_out, told=error)

@@ -66,7 +66,7 @@ class Watchdog:
         if not self._is_alive():
             with self._changing:
                 if not self._is_alive():
-                    self._ended.clear()
+                    self._ended = threading.Event()  # one before may not have ended yet
                     args = (weakref.ref(self), self._device, self._awake, self._ended)
                     self._thread = threading.Thread(target=_look_after, args=args, name="murmura-watchdog", daemon=True)
                     self._thread.start()
