@@ -61,6 +61,13 @@ def all_collectives(transport: Transport) -> dict[str, Any]:
     apart = [cuda(torch.zeros(4)) for _ in range(size)]
     transport.all_gather_into(apart, cuda(torch.full((4,), float(rank))))
     out["all_gather_into, apart"] = [each.cpu() for each in apart]
+    for op in ("sum", "mean", "max"):
+        chunk = cuda(torch.zeros(3))
+        out[f"reduce_scatter_into, {op}"] = transport.reduce_scatter_into(
+            chunk, cuda(torch.arange(3.0 * size) * (rank + 1)), op
+        ).cpu()
+    each = [cuda(torch.full((3,), float(10 * rank + other))) for other in range(size)]
+    out["reduce_scatter_into, apart"] = transport.reduce_scatter_into(cuda(torch.zeros(3)), each).cpu()
     for op in ("band", "bor", "bxor"):
         bits = cuda(torch.arange(11, dtype=torch.int32) * 3 + rank)
         out[op] = transport.all_reduce(bits, op).cpu()

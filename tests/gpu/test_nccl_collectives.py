@@ -20,8 +20,10 @@ from gpu.test_cuda import (
     passed_on,
     train,
 )
-from murmura import AsyncModelAverageAlgorithm, Transport, run_world
+from murmura import AsyncModelAverageAlgorithm, CollectiveMismatch, Transport, run_world
 from murmura.tools.one_gpu import OneGPU
+from murmura.transports.cuda_launches import CudaLaunches
+from murmura.transports.process_group import Check, ProcessGroupTransport
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,6 +51,29 @@ def test_streams_are_kept_in_order(nccl: OneGPU, way: str) -> None:
 
 def test_messages_wait_for_the_streams_of_both_ranks(nccl: OneGPU) -> None:
     assert nccl.run(passed_on) == expected_from_before(nccl.num_ranks)
+
+
+def compared(transport: Transport, deviant: int) -> tuple[float, str]:
+    """A sum of ranks that compare their calls, and what they are told when one of them calls something else."""
+    channel = transport.channel("compared")
+    channel.check = Check.ALWAYS
+    total = float(channel.all_reduce(torch.full((3,), float(transport.rank), device="cuda"))[0])
+    try:
+        if transport.rank == deviant:
+            channel.broadcast(torch.ones(5, device="cuda"), 0)
+        else:
+            channel.all_reduce(torch.ones(3, device="cuda"))
+    except CollectiveMismatch as error:
+        return total, f"{error.calls[deviant]}; {error.calls[(deviant + 1) % transport.world_size]}"
+    finally:
+        channel.close()
+    return total, "nothing"
+
+
+def test_ranks_that_always_compare_find_another_call(nccl: OneGPU) -> None:
+    size = nccl.num_ranks
+    told = "broadcast(src=0) of float32[5]; all_reduce(sum) of float32[3]"
+    assert nccl.run(compared, 1) == [(size * (size - 1) / 2, told)] * size
 
 
 def means(transport: Transport) -> dict[str, bool]:
@@ -123,6 +148,35 @@ def three_at_once(transport: Transport, num_rounds: int) -> list[Any]:
     in_step.close()
     own.close()
     return [float(total[0]) for total in totals]
+
+
+def two_worlds(transport: Transport, num_rounds: int) -> list[float]:
+    """Two models with a world each, as two calls of DDP(model) connect, trained in turns behind long kernels."""
+    other = transport.channel("another world")
+    assert isinstance(other, ProcessGroupTransport)
+    assert other.launches is not None
+    other.launches = CudaLaunches(other, other.device)  # its own, as that of a world that was connected by itself
+    torch.manual_seed(0)
+    ddps = [
+        murmura.DDP(nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).cuda(), each) for each in (transport, other)
+    ]
+    for number in range(num_rounds):
+        x = torch.full((8, 512), float(number + transport.rank), device="cuda")
+        torch.cuda._sleep(LONG_CYCLES // 5 * ((transport.rank + number) % 2))
+        sum(ddp(x).square().mean() for ddp in ddps).backward()  # type: ignore[union-attr]
+        transport.all_reduce(torch.ones(5, device="cuda"))
+        other.all_reduce(torch.ones(5, device="cuda"))
+    found = [float(next(ddp.parameters()).grad.abs().sum()) for ddp in ddps]  # type: ignore[union-attr]
+    for ddp in ddps:
+        ddp.verify_in_sync()
+        ddp.close()
+    other.close()
+    return found
+
+
+def test_two_worlds_in_one_process(nccl: OneGPU) -> None:
+    results = nccl.run(two_worlds, 20)
+    assert all(found == results[0] for found in results)
 
 
 def test_several_communicators_behind_long_kernels(nccl: OneGPU) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import murmura
@@ -28,11 +29,13 @@ pytestmark = [
 DEADLINE = 4.0
 
 
-def train_until(transport: Transport, fault: str) -> dict[str, Any]:
-    """Rank 1 meets with `fault`; the others train on, and tell what they saw."""
+def train_until(
+    transport: Transport, fault: str, culprit: int = 1, algorithm: str = "gradient_allreduce"
+) -> dict[str, Any]:
+    """Rank `culprit` meets with `fault`; the others train on, and tell what they saw."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).cuda()
-    ddp = murmura.DDP(model, transport)
+    ddp = murmura.DDP(model, transport, algorithm=algorithm)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(16, 512, device="cuda")
 
@@ -46,11 +49,11 @@ def train_until(transport: Transport, fault: str) -> dict[str, Any]:
     torch.cuda.synchronize()
     transport.barrier()
     ddp._replica.transport.timeout = DEADLINE  # to start may take longer
-    if transport.rank == 1:
+    if transport.rank == culprit:
         if fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "raises":
-            raise ZeroDivisionError("rank 1 divides by zero")
+            raise ZeroDivisionError(f"rank {culprit} divides by zero")
         if fault == "stuck":
             time.sleep(3 * DEADLINE)
             return {}
@@ -68,7 +71,13 @@ def train_until(transport: Transport, fault: str) -> dict[str, Any]:
             time.sleep(0.02)
     except (TransportError, CollectiveMismatch) as error:
         found |= {"error": error, "after": time.monotonic() - began, "notes": getattr(error, "__notes__", [])}
-    for name, act in (("step", optimizer.step), ("save", ddp.algorithm_state_dict), ("forward", lambda: ddp(x))):
+    acts = {
+        "step": optimizer.step,
+        "save": ddp.algorithm_state_dict,
+        "read": model.state_dict,
+        "forward": lambda: ddp(x),
+    }
+    for name, act in acts.items():
         try:
             act()
             found[name] = "it was not refused"
@@ -80,26 +89,31 @@ def train_until(transport: Transport, fault: str) -> dict[str, Any]:
     return found
 
 
-def outcomes(num_ranks: int, fault: str, mps: bool) -> list[Any]:
+def outcomes(
+    num_ranks: int, fault: str, mps: bool, culprit: int = 1, algorithm: str = "gradient_allreduce"
+) -> list[Any]:
     with OneGPU(num_ranks, mps=mps) as gpu:
-        found = gpu.outcomes(train_until, fault, limit=90)
-    others = [each for rank, each in enumerate(found) if rank != 1]
+        found = gpu.outcomes(train_until, fault, culprit, algorithm, limit=90)
+    others = [each for rank, each in enumerate(found) if rank != culprit]
     for each in others:
         if isinstance(each, BaseException):
             raise each
     return others
 
 
-def check(found: dict[str, Any], kind: type[Exception], within: float) -> None:
+def check(
+    found: dict[str, Any], kind: type[Exception], within: float, culprit: int = 1, is_bucket: bool = True
+) -> None:
     error = found["error"]
     words = " ".join([str(error), *found["notes"]])
     assert isinstance(error, kind), words
     assert found["after"] < within, words
-    assert error.peer == 1, words
-    assert "of round" in words, words
-    assert "first parameter" in words, words
-    assert "all_reduce #" in words, words
-    for act in ("step", "save", "forward"):
+    assert error.peer == culprit, words
+    if is_bucket:
+        assert "of round" in words, words
+        assert "first parameter" in words, words
+        assert "all_reduce #" in words, words
+    for act in ("step", "save", "read", "forward"):
         assert isinstance(found[act], murmura.MurmuraError), (act, found[act])
     assert found["closing"] < 5.0
 
@@ -134,3 +148,48 @@ def test_a_rank_that_is_killed(num_ranks: int) -> None:
 def test_a_rank_that_is_a_round_ahead(num_ranks: int) -> None:
     for found in outcomes(num_ranks, "ahead", mps=True):
         assert isinstance(found["error"], CollectiveMismatch), found
+
+
+def test_rank_0_that_is_stuck() -> None:
+    for found in outcomes(3, "stuck", mps=True, culprit=0):
+        check(found, PeerTimeout, DEADLINE + 4.0, culprit=0)
+
+
+@pytest.mark.parametrize("algorithm", ["decentralized", "low_precision_decentralized", "bytegrad"])
+def test_a_rank_that_is_stuck_under(algorithm: str) -> None:
+    for found in outcomes(3, "stuck", mps=True, algorithm=algorithm):
+        check(found, PeerTimeout, DEADLINE + 4.0, is_bucket=False)
+
+
+def outlive_a_failure(transport: Transport, folder: str) -> tuple[str, float]:
+    """On a group of the user's rank 1 comes too late for a round: what rank 0 is told, and whether the group works."""
+    store = dist.FileStore(os.path.join(folder, "the user's"), transport.world_size)
+    dist.init_process_group("nccl", store=store, rank=transport.rank, world_size=transport.world_size)
+    ddp = murmura.DDP(nn.Linear(64, 64).cuda())
+    x, told = torch.ones(4, 64, device="cuda"), ""
+    for _ in range(3):
+        ddp(x).sum().backward()
+    torch.cuda.synchronize()
+    transport.barrier()
+    ddp._replica.transport.timeout = DEADLINE
+    if transport.rank == 1:
+        time.sleep(2 * DEADLINE)
+    else:
+        try:
+            while True:
+                ddp(x).sum().backward()
+                time.sleep(0.05)
+        except PeerTimeout as error:
+            told = str(error)
+    ddp.close()
+    total = torch.ones(3, device="cuda")
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return told, float(total[0])
+
+
+def test_the_users_group_is_never_aborted() -> None:
+    with OneGPU(2) as gpu:
+        (told, total), (_, other) = gpu.run(outlive_a_failure, gpu.folder, limit=90)
+    assert "rank 1" in told
+    assert total == other == 2.0

@@ -82,8 +82,13 @@ class OneGPU:
         if not self._processes:
             self._start()
         call = pickle.dumps((fn, args))
-        for pipe in self._pipes:
-            pipe.send_bytes(call)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(call)
+            except ConnectionError:  # it has ended since the last call
+                status = self._processes[rank].exitcode
+                self._stop()
+                raise PeerLost(f"rank {rank} ended with status {status} between two calls.", peer=rank) from None
         deadline = time.monotonic() + (self._limit if limit is None else limit)
         outcomes = [self._receive(rank, deadline) for rank in range(self.num_ranks)]
         if any(isinstance(each, BaseException) for each in outcomes):

@@ -166,11 +166,12 @@ def measure_model(
 
     Contestants take turns, forwards and backwards: what a machine does changes in the time that one of them takes.
     """
-    recipe = CUDA_MODELS[model]
+    recipe, between = CUDA_MODELS[model], transport.host_channel("between steps")
     turns: dict[str, list[_Turn]] = {name: [] for name in contestants}
     for turn in range(TURNS):
         for name in contestants if turn % 2 == 0 else reversed(contestants):
-            turns[name].append(_measure(transport, recipe, name, seconds / TURNS, folder))
+            turns[name].append(_measure(transport, between, recipe, name, seconds / TURNS, folder))
+    between.close()
     return {name: _slowest(transport, name, turns[name]) for name in contestants}
 
 
@@ -186,18 +187,24 @@ class _Turn(NamedTuple):
 def _slowest(transport: Transport, name: str, turns: list[_Turn]) -> list[float]:
     """The figures of a contestant, each that of the slowest rank."""
     middle = statistics.fmean if _algorithm(name).period > 1 else statistics.median
-    whole, host = (
-        list(itertools.chain(*each)) for each in zip(*((turn.whole, turn.host) for turn in turns), strict=True)
+    figures = torch.tensor(
+        [
+            statistics.median(middle(turn.whole) for turn in turns),
+            statistics.median(middle(turn.host) for turn in turns),
+            statistics.median(turn.loop for turn in turns),
+            turns[0].memory,  # later ones may find memory that torch's DDP frees when another one is made
+        ],
+        dtype=torch.float64,
     )
-    loop = statistics.median(turn.loop for turn in turns)
-    # Of the first turn: later ones may find memory that torch's DDP frees when another one is made.
-    figures = torch.tensor([middle(whole), middle(host), loop, turns[0].memory], dtype=torch.float64)
     transport.all_reduce(figures, "max")
     slowest: list[float] = figures.tolist()
     return slowest
 
 
-def _measure(transport: Transport, recipe: CudaModel, name: str, seconds: float, folder: str) -> _Turn:
+def _measure(
+    transport: Transport, between: Transport, recipe: CudaModel, name: str, seconds: float, folder: str
+) -> _Turn:
+    """One turn; ranks meet `between` steps without the GPU, on which murmura would watch what it does."""
     gc.collect()
     torch.cuda.empty_cache()
     base = torch.cuda.memory_allocated()
@@ -220,17 +227,17 @@ def _measure(transport: Transport, recipe: CudaModel, name: str, seconds: float,
     number, period = MAX_STEPS, _algorithm(name).period
     while len(whole) < number:
         torch.cuda.synchronize()
-        transport.barrier()
+        between.barrier()
         began = time.perf_counter()
         step()
         host.append(time.perf_counter() - began)
         torch.cuda.synchronize()
         whole.append(time.perf_counter() - began)
         if len(whole) == MIN_STEPS:
-            number = _count(transport, seconds / 2, statistics.median(whole))
+            number = _count(between, seconds / 2, statistics.median(whole))
             number = -(-number // period) * period
     torch.cuda.synchronize()
-    transport.barrier()
+    between.barrier()
     began = time.perf_counter()
     for _ in range(number):
         step()
