@@ -58,6 +58,7 @@ class Endpoint:
         self.num_collectives = 0  # called so far
         self._split_counts: dict[tuple[str, Sequence[int]], int] = {}
         self._splits: weakref.WeakSet[Any] = weakref.WeakSet()  # kept alive by whoever uses them
+        self._wrappers: weakref.WeakSet[Any] = weakref.WeakSet()  # transports around this one
         self._parent: Endpoint | None = None  # that this was split off
         self._failures: list[BaseException] = []  # of this endpoint and all that was split off
         self._ranks_in_parent: Sequence[int] = range(world_size)  # by rank here, if this was split off
@@ -90,11 +91,21 @@ class Endpoint:
         """Poison the transport because of `error`, so that peers learn the cause before `close` ends it."""
         if self.failure is not None:
             return
-        self.failure = error
-        self._failures.append(error)
+        self.fail(error)
         self.on_abort(error)
         for split in list(self._splits):
             split.abort(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Refuse operations from now on, here and in transports around this one; nothing is broken off yet.
+
+        What `on_abort` breaks off on a GPU looks as if it had ended: whoever reads its result must know better by then.
+        """
+        self.failure = error
+        self._failures.append(error)
+        for wrapper in list(self._wrappers):
+            if not wrapper.failed:
+                wrapper.fail(error)
 
     def end_with_program(self) -> None:
         """The program ends and this was not closed: end the waits of its communication thread, and the thread.
@@ -331,6 +342,13 @@ class Endpoint:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         return self._streams[device]
+
+    def await_current_stream(self) -> None:
+        """Where operations return before they are done, let the host wait until the current stream has done all so far.
+
+        Raises if the transport fails meanwhile. There is no deadline: operations have theirs, other kernels have none.
+        """
+        return
 
     def seconds(self, timeout: float | None) -> float:
         """The deadline of a call in seconds: its own `timeout`, or the transport's."""
