@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import murmura
-from murmura import CollectiveMismatch, PeerLost, PeerTimeout, Transport, TransportError
+from murmura import CollectiveMismatch, PeerLost, PeerTimeout, TracedTransport, Transport, TransportError
 from murmura.tools.one_gpu import OneGPU
 
 pytestmark = [
@@ -28,8 +28,9 @@ pytestmark = [
 DEADLINE = 4.0
 
 
-def train_until(transport: Transport, fault: str) -> dict[str, Any]:
+def train_until(transport: Transport, fault: str, traced: bool) -> dict[str, Any]:
     """Rank 1 meets with `fault`; the others train on, and tell what they saw."""
+    transport = TracedTransport(transport) if traced else transport
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).cuda()
     ddp = murmura.DDP(model, transport)
@@ -45,7 +46,8 @@ def train_until(transport: Transport, fault: str) -> dict[str, Any]:
         step()
     torch.cuda.synchronize()
     transport.barrier()
-    ddp._replica.transport.timeout = DEADLINE  # to start may take longer
+    channel = ddp._replica.transport
+    (channel.inner if isinstance(channel, TracedTransport) else channel).timeout = DEADLINE  # to start may take longer
     if transport.rank == 1:
         if fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -80,9 +82,9 @@ def train_until(transport: Transport, fault: str) -> dict[str, Any]:
     return found
 
 
-def outcomes(num_ranks: int, fault: str, mps: bool) -> list[Any]:
+def outcomes(num_ranks: int, fault: str, mps: bool, traced: bool = False) -> list[Any]:
     with OneGPU(num_ranks, mps=mps) as gpu:
-        found = gpu.outcomes(train_until, fault, limit=90)
+        found = gpu.outcomes(train_until, fault, traced, limit=90)
     others = [each for rank, each in enumerate(found) if rank != 1]
     for each in others:
         if isinstance(each, BaseException):
@@ -104,9 +106,10 @@ def check(found: dict[str, Any], kind: type[Exception], within: float) -> None:
     assert found["closing"] < 5.0
 
 
+@pytest.mark.parametrize("traced", [False, True], ids=["plain", "traced"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_a_rank_that_is_stuck(num_ranks: int) -> None:
-    for found in outcomes(num_ranks, "stuck", mps=True):
+def test_a_rank_that_is_stuck(num_ranks: int, traced: bool) -> None:
+    for found in outcomes(num_ranks, "stuck", mps=True, traced=traced):
         check(found, PeerTimeout, DEADLINE + 4.0)
         assert "undefined" in str(found["error"])
 
