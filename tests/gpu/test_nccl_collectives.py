@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,14 @@ from gpu.test_cuda import (
     passed_on,
     train,
 )
-from murmura import AsyncModelAverageAlgorithm, CollectiveMismatch, Transport, run_world
+from murmura import (
+    AsyncModelAverageAlgorithm,
+    CollectiveMismatch,
+    ThrottledTransport,
+    TracedTransport,
+    Transport,
+    run_world,
+)
 from murmura.tools.one_gpu import OneGPU
 from murmura.transports.cuda_launches import CudaLaunches
 from murmura.transports.process_group import Check, ProcessGroupTransport
@@ -183,6 +191,84 @@ def test_several_communicators_behind_long_kernels(nccl: OneGPU) -> None:
     size = nccl.num_ranks
     expected = [size * number + size * (size - 1) / 2 for number in range(20)]
     assert nccl.run(three_at_once, 20) == [expected] * size
+
+
+WRAPS = {"traced": TracedTransport, "throttled": partial(ThrottledTransport, bandwidth="10gbit")}
+on_each = pytest.mark.parametrize("wrap", WRAPS)
+
+
+def wrapped_collectives(transport: Transport, wrap: str) -> dict[str, Any]:
+    return all_collectives(WRAPS[wrap](transport))
+
+
+@on_each
+def test_collectives_go_through_a_decorator(nccl: OneGPU, wrap: str) -> None:
+    on_cuda = nccl.run(wrapped_collectives, wrap)
+    on_cpu = run_world(cpu_collectives, nccl.num_ranks, kind="threads", timeout=60)
+    for rank in range(nccl.num_ranks):
+        for what in on_cpu[rank]:
+            assert_same(on_cuda[rank][what], on_cpu[rank][what], f"rank {rank}: {what}")
+
+
+def two_wrapped(transport: Transport, wrap: str) -> tuple[list[torch.Tensor], list[float]]:
+    """The weights of two models on channels of a decorator, and what came on a third, behind long kernels."""
+    wrapped = WRAPS[wrap](transport)
+    torch.manual_seed(0)
+    models = [nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)]).cuda() for _ in range(2)]
+    ddps = [murmura.DDP(model, wrapped, bucket_size_bytes=300_000) for model in models]
+    optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.05) for ddp in ddps]
+    own, totals = wrapped.channel("the user's own"), []
+    for number in range(10):
+        data = torch.Generator().manual_seed(100 * number + transport.rank)
+        x = torch.randn(8, 256, generator=data).cuda()
+        torch.cuda._sleep(LONG_CYCLES // 5)
+        losses = [ddp(x).square().mean() for ddp in ddps]
+        (losses[0] + losses[1]).backward()
+        torch.cuda._sleep(LONG_CYCLES // 10)
+        ticket = own.all_reduce(torch.full((5,), float(number + transport.rank), device="cuda"), async_op=True)
+        wrapped.all_reduce(losses[0].detach())
+        totals.append(ticket.wait())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ddp in ddps:
+        ddp.verify_in_sync()
+        ddp.close()
+    own.close()
+    weights = [parameter.detach().cpu() for model in models for parameter in model.parameters()]
+    return weights, [float(total[0]) for total in totals]
+
+
+@on_each
+def test_models_on_channels_of_a_decorator_stay_bit_equal(nccl: OneGPU, wrap: str) -> None:
+    size, results = nccl.num_ranks, nccl.run(two_wrapped, wrap)
+    for weights, totals in results:
+        assert all(torch.equal(own, first) for own, first in zip(weights, results[0][0], strict=True))
+        assert totals == [size * number + size * (size - 1) / 2 for number in range(10)]
+
+
+def slow_exchange(transport: Transport) -> tuple[float, bool, float]:
+    """Seconds of an exchange of 5 MB behind a long kernel, whether the device had done it then, and what came."""
+    link = ThrottledTransport(transport, "1gbit")
+    rank, size = transport.rank, transport.world_size
+    tensor, came = torch.empty(1_250_000, device="cuda"), torch.empty(1_250_000, device="cuda")
+    link.exchange([(tensor, (rank + 1) % size)], [(came, (rank - 1) % size)])  # NCCL connects
+    torch.cuda.synchronize()
+    transport.barrier()
+    began = time.perf_counter()
+    torch.cuda._sleep(6 * LONG_CYCLES)
+    tensor.fill_(float(rank))
+    link.exchange([(tensor, (rank + 1) % size)], [(came, (rank - 1) % size)])
+    seconds, is_done = time.perf_counter() - began, torch.cuda.current_stream().query()
+    return seconds, is_done, float(came[-1])
+
+
+def test_the_time_of_a_slow_link_begins_when_the_tensors_are_there(nccl: OneGPU) -> None:
+    size = nccl.num_ranks
+    for rank, (seconds, is_done, came) in enumerate(nccl.run(slow_exchange)):
+        assert seconds > 0.2 + 0.04  # a kernel of about 300 ms, and 5 MB at 1 Gbit/s
+        assert is_done
+        assert came == (rank - 1) % size
 
 
 def running_means(transport: Transport) -> list[float]:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import murmura
-from murmura import CollectiveMismatch, PeerLost, PeerTimeout, Transport, TransportError
+from murmura import CollectiveMismatch, PeerLost, PeerTimeout, TracedTransport, Transport, TransportError
 from murmura.tools.one_gpu import OneGPU
 
 pytestmark = [
@@ -29,13 +30,23 @@ pytestmark = [
 DEADLINE = 4.0
 
 
-def train_until(
-    transport: Transport, fault: str, culprit: int = 1, algorithm: str = "gradient_allreduce"
-) -> dict[str, Any]:
-    """Rank `culprit` meets with `fault`; the others train on, and tell what they saw."""
+@dataclass(frozen=True)
+class Scenario:
+    """What happens to rank `culprit`, and what all train."""
+
+    fault: str
+    culprit: int = 1
+    algorithm: str = "gradient_allreduce"
+    traced: bool = False
+
+
+def train_until(transport: Transport, scenario: Scenario) -> dict[str, Any]:
+    """The culprit meets with its fault; the others train on, and tell what they saw."""
+    transport = TracedTransport(transport) if scenario.traced else transport
+    fault, culprit = scenario.fault, scenario.culprit
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).cuda()
-    ddp = murmura.DDP(model, transport, algorithm=algorithm)
+    ddp = murmura.DDP(model, transport, algorithm=scenario.algorithm)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(16, 512, device="cuda")
 
@@ -48,7 +59,8 @@ def train_until(
         step()
     torch.cuda.synchronize()
     transport.barrier()
-    ddp._replica.transport.timeout = DEADLINE  # to start may take longer
+    channel = ddp._replica.transport
+    (channel.inner if isinstance(channel, TracedTransport) else channel).timeout = DEADLINE  # to start may take longer
     if transport.rank == culprit:
         if fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -89,12 +101,11 @@ def train_until(
     return found
 
 
-def outcomes(
-    num_ranks: int, fault: str, mps: bool, culprit: int = 1, algorithm: str = "gradient_allreduce"
-) -> list[Any]:
+def outcomes(num_ranks: int, scenario: Scenario, *, mps: bool = True) -> list[Any]:
+    """What the others tell."""
     with OneGPU(num_ranks, mps=mps) as gpu:
-        found = gpu.outcomes(train_until, fault, culprit, algorithm, limit=90)
-    others = [each for rank, each in enumerate(found) if rank != culprit]
+        found = gpu.outcomes(train_until, scenario, limit=90)
+    others = [each for rank, each in enumerate(found) if rank != scenario.culprit]
     for each in others:
         if isinstance(each, BaseException):
             raise each
@@ -118,46 +129,47 @@ def check(
     assert found["closing"] < 5.0
 
 
+@pytest.mark.parametrize("traced", [False, True], ids=["plain", "traced"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_a_rank_that_is_stuck(num_ranks: int) -> None:
-    for found in outcomes(num_ranks, "stuck", mps=True):
+def test_a_rank_that_is_stuck(num_ranks: int, traced: bool) -> None:
+    for found in outcomes(num_ranks, Scenario("stuck", traced=traced)):
         check(found, PeerTimeout, DEADLINE + 4.0)
         assert "undefined" in str(found["error"])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_a_rank_that_is_stopped(num_ranks: int) -> None:
-    for found in outcomes(num_ranks, "stopped", mps=True):
+    for found in outcomes(num_ranks, Scenario("stopped")):
         check(found, PeerTimeout, DEADLINE + 4.0)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_a_rank_that_raises(num_ranks: int) -> None:
-    for found in outcomes(num_ranks, "raises", mps=True):
+    for found in outcomes(num_ranks, Scenario("raises")):
         check(found, PeerLost, 3.0)
         assert "ZeroDivisionError" in str(found["error"])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_a_rank_that_is_killed(num_ranks: int) -> None:
-    for found in outcomes(num_ranks, "killed", mps=False):
+    for found in outcomes(num_ranks, Scenario("killed"), mps=False):
         check(found, PeerLost, 3.0)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_a_rank_that_is_a_round_ahead(num_ranks: int) -> None:
-    for found in outcomes(num_ranks, "ahead", mps=True):
+    for found in outcomes(num_ranks, Scenario("ahead")):
         assert isinstance(found["error"], CollectiveMismatch), found
 
 
 def test_rank_0_that_is_stuck() -> None:
-    for found in outcomes(3, "stuck", mps=True, culprit=0):
+    for found in outcomes(3, Scenario("stuck", culprit=0)):
         check(found, PeerTimeout, DEADLINE + 4.0, culprit=0)
 
 
 @pytest.mark.parametrize("algorithm", ["decentralized", "low_precision_decentralized", "bytegrad"])
 def test_a_rank_that_is_stuck_under(algorithm: str) -> None:
-    for found in outcomes(3, "stuck", mps=True, algorithm=algorithm):
+    for found in outcomes(3, Scenario("stuck", algorithm=algorithm)):
         check(found, PeerTimeout, DEADLINE + 4.0, is_bucket=False)
 
 

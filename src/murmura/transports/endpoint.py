@@ -60,6 +60,7 @@ class Endpoint:
         self.num_collectives = 0  # called so far
         self._split_counts: dict[tuple[str, Sequence[int]], int] = {}
         self._splits: weakref.WeakSet[Any] = weakref.WeakSet()  # kept alive by whoever uses them
+        self._wrappers: weakref.WeakSet[Any] = weakref.WeakSet()  # transports around this one
         self._parent: Endpoint | None = None  # that this was split off
         self._failures: list[BaseException] = []  # of this endpoint and all that was split off
         self._ranks_in_parent: Sequence[int] = range(world_size)  # by rank here, if this was split off
@@ -91,21 +92,29 @@ class Endpoint:
 
     def abort(self, error: BaseException) -> None:
         """Poison the transport because of `error`, so that peers learn the cause before `close` ends it."""
-        # In a forked child it is set, and nobody may ever release the lock.
-        if self.failure is not None or not self._set_failure(error):
+        if not self.fail(error):
             return
-        self._failures.append(error)
         self.on_abort(error)
         for split in list(self._splits):
             split.abort(error)
 
-    def _set_failure(self, error: BaseException) -> bool:
-        """Set `failure` unless there is one; whether it was set. Threads may fail at once."""
-        with self._failing:
-            if self.failure is None:
-                self.failure = error
-                return True
-        return False
+    def fail(self, error: BaseException) -> bool:
+        """Refuse operations from now on, here and in transports around this one; False if this has failed before.
+
+        Nothing is broken off yet: what `on_abort` breaks off on a GPU looks as if it had ended, and whoever reads its
+        result must know better by then.
+        """
+        if self.forked:  # where it has failed, and nobody may ever release the lock
+            return False
+        with self._failing:  # threads may fail at once
+            is_first = self.failure is None
+            self.failure = error if self.failure is None else self.failure
+        if not is_first:
+            return False
+        self._failures.append(error)
+        for wrapper in list(self._wrappers):
+            wrapper.fail(error)
+        return True
 
     def end_with_program(self) -> None:
         """The program ends and this was not closed: end the waits of its communication thread, and the thread.
@@ -346,6 +355,13 @@ class Endpoint:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         return self._streams[device]
+
+    def await_current_stream(self) -> None:
+        """Where operations return before they are done, let the host wait until the current stream has done all so far.
+
+        Raises if the transport fails meanwhile. There is no deadline: operations have theirs, other kernels have none.
+        """
+        return
 
     def seconds(self, timeout: float | None) -> float:
         """The deadline of a call in seconds: its own `timeout`, or the transport's."""

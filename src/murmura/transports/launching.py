@@ -24,6 +24,7 @@ from murmura.transports import group_operations, profiling
 from murmura.transports.base import Transport
 from murmura.transports.checks import Tensors, describe_call
 from murmura.transports.cuda_launches import LEFT_SECONDS, CudaLaunches, Launch
+from murmura.transports.cuda_streams import current_stream
 from murmura.transports.profiling import is_profiled
 from murmura.transports.serial_executor import Ticket
 from murmura.types import ReduceOp
@@ -151,6 +152,10 @@ class LaunchingTransport(Transport):
 
     def communication_stream(self, device: torch.device) -> torch.cuda.Stream:
         return super().communication_stream(device) if self.launches is None else self.launches.order.stream
+
+    def await_current_stream(self) -> None:
+        if self.launches is not None:
+            self.launches.await_event(current_stream(self.launches.device.index).record_event(), self.operation)
 
     # What the watchdog calls, in its thread, and what closes; see `Launching`
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -13,12 +14,18 @@ from torch import Tensor
 from murmura.observe.probe import Probe
 from murmura.transports.base import Pairs, Transport, check_transport
 from murmura.transports.checks import Tensors
+from murmura.transports.endpoint import Endpoint
+from murmura.transports.serial_executor import Ticket
 from murmura.transports.tagged_messages import TaggedMessages
 from murmura.types import ReduceOp
 
 
 class TransportWrapper(Transport):
-    """A transport around `inner`, which has the same ranks and is closed and aborted with it."""
+    """A transport around `inner`, which has the same ranks and is closed and aborted with it.
+
+    Its operations run in turn and in a thread of its own, unless `inner` launches them on a GPU: then each is part of
+    an operation of `inner`, and so launched by the caller, on the stream and in the order that `inner` keeps.
+    """
 
     def __init__(self, transport: Transport) -> None:
         check_transport(transport)
@@ -31,9 +38,11 @@ class TransportWrapper(Transport):
             world_ranks=transport.world_ranks,
         )
         self.inner = transport
-        self._ended = threading.Event()  # set by abort and close, for what waits in a wrapper
+        self._ended = threading.Event()  # set by a failure and by close, for what waits in a wrapper
         self._listeners = transport._listeners
         self.default_algorithm = transport.default_algorithm
+        transport._wrappers.add(self)
+        self.failure = transport.failure  # of a later one it is told
 
     def without_listeners(self) -> Self:
         self.inner.without_listeners()
@@ -63,8 +72,12 @@ class TransportWrapper(Transport):
     def observe_waiting(self, probe: Probe | None) -> None:
         self.inner.observe_waiting(probe)
 
-    def on_abort(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> bool:
+        is_first = super().fail(error)
         self._ended.set()
+        return is_first
+
+    def on_abort(self, error: BaseException) -> None:
         self.inner.abort(error)
 
     def on_close(self) -> None:
@@ -73,6 +86,41 @@ class TransportWrapper(Transport):
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         return self.inner.allocate(numel, dtype, device)
+
+    # What is otherwise if `inner` launches operations, which may then fail when they have returned
+
+    @property
+    def fails_later(self) -> bool:
+        return self.inner.fails_later
+
+    def first_failed(self) -> Endpoint | None:
+        return super().first_failed() or self.inner.first_failed()  # there are channels of messages, which none wraps
+
+    def run_operation(
+        self, name: str, work: Callable[[], Any], async_op: bool, sent: Tensors = (), received: Tensors = ()
+    ) -> Any:
+        if not self.inner.fails_later:
+            return super().run_operation(name, work, async_op, sent, received)
+        probe = self._probe
+        if probe is not None and not self._executor.runs_here():
+            work = probe.operation(name, sent, work, in_background=async_op)
+        return self.inner.run_operation(name, partial(self.run_in_turn, name, work), async_op, sent, received)
+
+    def submit_job(self, what: str, work: Callable[[], Any], operation: str = "exchange") -> Ticket:
+        if not self.inner.fails_later:
+            return super().submit_job(what, work, operation)
+        return self.inner.submit_job(what, work, operation)
+
+    def communication_stream(self, device: torch.device) -> torch.cuda.Stream:
+        if not self.inner.fails_later:
+            return super().communication_stream(device)
+        return self.inner.communication_stream(device)
+
+    def await_current_stream(self) -> None:
+        self.inner.await_current_stream()
+
+    def trains_here(self) -> None:
+        self.inner.trains_here()
 
 
 class TransportDecorator(TransportWrapper):

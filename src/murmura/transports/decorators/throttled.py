@@ -67,8 +67,15 @@ class ThrottledTransport(TransportWrapper):
     def do_exchange(self, sends: Pairs, recvs: Pairs, timeout: float | None) -> None:
         sent = sum(tensor.nbytes for tensor, _ in sends)
         received = sum(out.nbytes for out, _ in recvs)
+        # On a GPU the host has to wait too: the link, which is simulated on the real clock, is not taken before the
+        # tensors are there, nor is its time over before they have been exchanged.
+        on_gpu = any(tensor.is_cuda for tensor, _ in (*sends, *recvs))
+        if on_gpu:
+            self.inner.await_current_stream()
         began, deadline = time.monotonic(), Deadline(self.seconds(timeout))
         self.inner.exchange(sends, recvs, timeout=timeout)
+        if on_gpu:
+            self.inner.await_current_stream()
         self.sent_bytes += sent
         seconds = self._latency + max(sent, received) / self.bytes_per_second
         peers = sorted({peer for _, peer in (*sends, *recvs)})
