@@ -19,7 +19,10 @@ from murmura import ErrorFeedback, InProcessTransport, MinMaxUInt8, ProcessGroup
 from murmura.ddp.tail import Tail
 from murmura.errors import PeerTimeout, UsageError
 from murmura.transports import cuda_launches, group_operations, own_groups, watchdog
-from murmura.transports.cuda_launches import CudaLaunches
+from murmura.transports.cuda_launches import CudaLaunches, Launch
+from murmura.transports.error_reporter import Reporter
+from murmura.transports.failure_log import FailureLog
+from murmura.transports.liveness import Liveness
 from murmura.transports.rendezvous import file_store
 
 
@@ -337,6 +340,40 @@ def test_a_fault_that_is_known_ends_an_operation_before_its_deadline(gpu: GPU) -
     assert owner.gave_up.wait(10.0)
     assert owner.failure is owner.fault
     launches.close()
+
+
+def test_a_store_that_does_not_answer_keeps_no_other_operation_from_its_deadline(gpu: GPU) -> None:
+    asked, may_answer = threading.Event(), threading.Event()
+
+    class Stopped:
+        """A store whose server is stopped."""
+
+        def check(self, keys: list[str]) -> bool:
+            asked.set()
+            return may_answer.wait(60.0) and False
+
+    failure_log = FailureLog(Stopped(), 0, 2, Liveness({}), Reporter(0, range(2)))
+
+    class Asking(Owner):
+        def find_fault(self, launch: Launch, waited: float, *, timed_out: bool) -> BaseException | None:
+            return failure_log.cause(launch.operation, waited) or super().find_fault(
+                launch, waited, timed_out=timed_out
+            )
+
+    asking, other = Asking(), Owner()
+    first, second = CudaLaunches(asking, DEVICE), CudaLaunches(other, DEVICE)
+    second.follow(first)  # a channel that was split off, which the same thread looks after
+    launch(first, limit=60.0)
+    gpu.training.events[0].is_done = True
+    assert asked.wait(10.0)
+    launch(second, limit=0.1)
+    gpu.training.events[-2].is_done = True  # it has begun
+    gave_up = other.gave_up.wait(10.0)
+    may_answer.set()
+    first.close()
+    second.close()
+    assert gave_up
+    assert asking.failure is None
 
 
 def test_a_ticket_makes_the_stream_wait_and_not_the_host(gpu: GPU) -> None:

@@ -58,6 +58,7 @@ STORE_MODULES = (
     "process_group",
     "group_operations",
     "own_groups",
+    "bounded_store",
     "signed_store",
     "watched_store",
     "failure_log",

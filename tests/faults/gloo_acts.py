@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from acts import Run
 from culprits import fail_by
 from scenario import NUM_HEALTHY, Act, Actor, Stage, World, play
@@ -21,17 +22,27 @@ NUMEL = 1024
 
 
 class GlooWorld(World):
-    """Ranks that are processes joined by Gloo; with `check="always"` they compare calls before every operation."""
+    """Ranks that are processes joined by Gloo; with `check="always"` they compare calls before every operation.
+
+    They meet at a file, or, if the store is `served`, at a TCPStore of rank 0.
+    """
 
     def __init__(
-        self, world_size: int, act: Act, *args: Any, timeout: float = 20.0, check: str = "best_effort"
+        self,
+        world_size: int,
+        act: Act,
+        *args: Any,
+        timeout: float = 20.0,
+        check: str = "best_effort",
+        served: bool = False,
     ) -> None:
         self.folder = tempfile.mkdtemp(prefix="gloo-scenario-")
         self.check = check
+        self.served = served
         super().__init__("gloo", world_size, act, *args, timeout=timeout)
 
     def start(self, rank: int) -> Actor:
-        world = (os.path.join(self.folder, "store"), rank, self.world_size, self.check)
+        world = (os.path.join(self.folder, "store"), self.served, rank, self.world_size, self.check)
         self.actors[rank] = Actor(f"rank {rank}", join_gloo_and_play, *world, *self._play)
         return self.actors[rank]
 
@@ -45,6 +56,7 @@ class GlooWorld(World):
 def join_gloo_and_play(
     pipe: Connection,
     store_file: str,
+    served: bool,
     rank: int,
     world_size: int,
     check: str,
@@ -54,10 +66,30 @@ def join_gloo_and_play(
 ) -> None:
     """The life of a rank in a process of its own."""
     torch.set_num_threads(1)
-    store = file_store(store_file, world_size)
+    store = tcp_store(store_file, world_size, rank) if served else file_store(store_file, world_size)
     transport = ProcessGroupTransport.join(store, rank, world_size, check=check, timeout=timeout)
     pipe.send(("joined", {}))
     play(pipe, transport, act, args)
+
+
+def tcp_store(store_file: str, world_size: int, rank: int) -> Any:
+    """A store that rank 0 serves, at a port that it tells the others in a file."""
+    told: Any = file_store(store_file, world_size)
+    port = int(told.get("port")) if rank > 0 else 0
+    store: Any = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, wait_for_workers=False)  # type: ignore[attr-defined]
+    if rank == 0:
+        told.set("port", str(store.port))
+    return store
+
+
+def split_when_told(stage: Stage, culprit: int) -> None:
+    """The culprit is to be stopped, the others split off a channel without it."""
+    stage.transport.barrier()
+    if stage.rank == culprit:
+        stage.tell("fault")
+    stage.hear()
+    stage.mark()
+    stage.transport.split("others", [rank for rank in range(stage.world_size) if rank != culprit])
 
 
 def come_late(stage: Stage, culprit: int, late: int) -> None:

@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from gloo_acts import tcp_store
 from scenario import Act, Actor, Stage, World, play
 
 from murmura import HierarchicalTransport, PeerLost
@@ -15,18 +16,25 @@ from murmura.transports.rendezvous import file_store
 
 
 class HostsWorld(World):
-    """Ranks that are processes; hosts[r] is the host of rank r."""
+    """Ranks that are processes; hosts[r] is the host of rank r. `served` is as in `GlooWorld`."""
 
     def __init__(
-        self, hosts: Sequence[int], act: Act, *args: Any, timeout: float = 20.0, check: str = "best_effort"
+        self,
+        hosts: Sequence[int],
+        act: Act,
+        *args: Any,
+        timeout: float = 20.0,
+        check: str = "best_effort",
+        served: bool = False,
     ) -> None:
         self.folder = tempfile.mkdtemp(prefix="hosts-scenario-")
         self.hosts = hosts
         self.check = check
+        self.served = served
         super().__init__("hierarchical", len(hosts), act, *args, timeout=timeout)
 
     def start(self, rank: int) -> Actor:
-        world = (os.path.join(self.folder, "store"), rank, self.hosts, self.check)
+        world = (os.path.join(self.folder, "store"), self.served, rank, self.hosts, self.check)
         self.actors[rank] = Actor(f"rank {rank}", join_hosts_and_play, *world, *self._play)
         return self.actors[rank]
 
@@ -53,6 +61,7 @@ def lose_and_stay(stage: Stage, culprit: int) -> None:
 def join_hosts_and_play(
     pipe: Connection,
     store_file: str,
+    served: bool,
     rank: int,
     hosts: Sequence[int],
     check: str,
@@ -62,7 +71,7 @@ def join_hosts_and_play(
 ) -> None:
     """The life of a rank in a process of its own."""
     torch.set_num_threads(1)
-    store = file_store(store_file, len(hosts))
+    store = tcp_store(store_file, len(hosts), rank) if served else file_store(store_file, len(hosts))
     transport = HierarchicalTransport.join(store, rank, len(hosts), hosts=hosts, check=check, timeout=timeout)
     pipe.send(("joined", {}))
     play(pipe, transport, act, args)

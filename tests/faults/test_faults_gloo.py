@@ -20,11 +20,12 @@ from expect import (
     expect_lost,
     expect_mismatch,
 )
-from gloo_acts import NUMEL, GlooWorld, come_late, fail_as
+from gloo_acts import NUMEL, GlooWorld, come_late, fail_as, split_when_told
 from scenario import NUM_HEALTHY, Report
 from traces import await_state
 
 from murmura import CollectiveMismatch, PeerLost, PeerTimeout, run_world
+from murmura.transports.bounded_store import ANSWER_SECONDS, SILENCE
 from murmura.transports.failure_log import roll_call_seconds
 
 CULPRIT = 1
@@ -76,6 +77,28 @@ def test_every_rank_gives_up_on_a_stopped_rank_at_its_deadline(payload, moment, 
         world.stop(CULPRIT)
         for report in world.reports(*OTHERS):
             _expect_timeout(report, CULPRIT)
+
+
+@pytest.mark.parametrize("moment", ["be_absent", "go_on"])
+def test_every_rank_gives_up_at_its_deadline_also_on_the_rank_that_serves_the_store(moment):
+    with GlooWorld(3, reduce_until, "prepared", moment, 0, timeout=TIMEOUT, served=True) as world:
+        world.await_word("ready", 1, 2)
+        world.await_word("fault", 0)
+        world.stop(0)
+        for report in world.reports(1, 2):
+            _expect_timeout(report, 0, more=ANSWER_SECONDS)
+            assert SILENCE in report.message.lower()
+
+
+def test_a_split_ends_at_its_deadline_if_the_rank_that_serves_the_store_is_stopped():
+    with GlooWorld(3, split_when_told, 0, timeout=TIMEOUT, served=True) as world:
+        world.await_word("fault", 0)
+        world.stop(0)
+        for rank in (1, 2):
+            world.actors[rank].say("go on")
+        for report in world.reports(1, 2):
+            assert report.kind == "PeerTimeout", report
+            assert report.waited < TIMEOUT + ANSWER_SECONDS + SLACK_SECONDS
 
 
 def test_a_rank_that_comes_back_learns_that_the_others_gave_up_on_it():
@@ -303,13 +326,13 @@ def test_run_world_raises_the_table_of_calls(fault, check, call):
 # Expectations that Gloo does not meet as shared memory does
 
 
-def _expect_timeout(report: Report, culprit: int) -> None:
+def _expect_timeout(report: Report, culprit: int, more: float = 0.0) -> None:
     """The rank waited until its deadline, then for a moment for the others to say what they know."""
     assert (report.kind, report.rank, report.peer) == ("PeerTimeout", report.own, culprit), report
     assert "TimeoutError" in report.family
     assert "raise the timeout" in report.message
     assert re.search(rf"for rank {culprit} in all_reduce #\d+\.", report.message)
-    assert TIMEOUT <= report.waited < TIMEOUT + roll_call_seconds(TIMEOUT) + SLACK_SECONDS
+    assert TIMEOUT <= report.waited < TIMEOUT + roll_call_seconds(TIMEOUT) + SLACK_SECONDS + more
     _expect_poisoned(report)
 
 

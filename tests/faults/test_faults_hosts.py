@@ -11,6 +11,7 @@ from hosts_acts import HostsWorld, lose_and_stay
 from scenario import NUM_HEALTHY, Report
 from traces import await_state
 
+from murmura.transports.bounded_store import ANSWER_SECONDS
 from murmura.transports.failure_log import roll_call_seconds
 
 PAIRS, WOVEN = (0, 0, 1, 1), (0, 1, 0, 1)
@@ -79,6 +80,16 @@ def test_ranks_of_every_host_give_up_on_a_stopped_rank_at_their_deadline(hosts, 
         world.stop(culprit)
         for report in world.reports(*others(culprit)):
             expect_timeout(report, culprit)
+
+
+def test_ranks_of_every_host_give_up_also_on_the_rank_that_serves_the_store():
+    culprit = 0
+    with HostsWorld(PAIRS, reduce_until, "prepared", "be_absent", culprit, timeout=TIMEOUT, served=True) as world:
+        world.await_word("ready", *others(culprit))
+        world.await_word("fault", culprit)
+        world.stop(culprit)
+        for report in world.reports(*others(culprit)):
+            expect_timeout(report, culprit, more=ANSWER_SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -162,11 +173,11 @@ def test_an_interrupt_ends_a_wait_at_once_and_the_others_hear_of_it(operation, c
             assert "KeyboardInterrupt" in report.message
 
 
-def expect_timeout(report: Report, culprit: int, timeout: float = TIMEOUT) -> None:
+def expect_timeout(report: Report, culprit: int, timeout: float = TIMEOUT, more: float = 0.0) -> None:
     """The rank waited until its deadline, then for a moment for the others to say what they know."""
     assert (report.kind, report.rank, report.peer) == ("PeerTimeout", report.own, culprit), report
     assert re.search(rf"for rank {culprit} in all_reduce #\d+\.", report.message)
-    assert timeout <= report.waited < timeout + roll_call_seconds(timeout) + SLACK_SECONDS
+    assert timeout <= report.waited < timeout + roll_call_seconds(timeout) + SLACK_SECONDS + more
     expect_poisoned(report)
 
 

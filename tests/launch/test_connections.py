@@ -38,6 +38,7 @@ from murmura.transports.failure_log import FailureLog
 from murmura.transports.liveness import Liveness
 from murmura.transports.rendezvous import Roster, file_store, reach_store, serve_store, sign_in, under
 from murmura.transports.signed_store import SignedStore
+from murmura.transports.watched_store import nobody, poll
 
 SECONDS = 20.0
 
@@ -122,6 +123,7 @@ def test_what_an_earlier_rendezvous_left_is_not_taken_for_this_one(tmp_path: Pat
         for number in range(5):
             part = sign_in(store, rank, 2, SECONDS).store
             part.set(f"from/{rank}", str(number))
+            assert poll(lambda part=part: part.check([f"from/{1 - rank}"]), SECONDS, nobody)
             heard.append(part.get(f"from/{1 - rank}"))
         return heard
 

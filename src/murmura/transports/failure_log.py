@@ -1,7 +1,8 @@
 """FailureLog: what the ranks of one channel write into the store about failures, so that a broken connection becomes
 an error with a rank and a reason.
 
-Whoever reaches the store can write there; entries that no rank can have written are ignored.
+Whoever reaches the store can write there; entries that no rank can have written are ignored. If the process that
+serves the store is stopped or gone, failures are explained without it, after a moment.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 
+from murmura.collectives.deadline import Deadline
 from murmura.errors import CollectiveMismatch, RendezvousError, TransportError
+from murmura.transports.bounded_store import ANSWER_SECONDS, SILENCE
 from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.liveness import Liveness
+from murmura.transports.rendezvous import Store, bounded
 from murmura.transports.stalls import StallNotes, is_recent
 
 POLL_SECONDS = 0.01
@@ -36,8 +39,8 @@ def is_timeout(error: Exception) -> bool:
 class FailureLog:
     """Exit notices and stalled calls of the ranks of a channel; errors name ranks of the world."""
 
-    def __init__(self, store: Any, rank: int, world_size: int, liveness: Liveness, reporter: Reporter) -> None:
-        self._store = store
+    def __init__(self, store: Store, rank: int, world_size: int, liveness: Liveness, reporter: Reporter) -> None:
+        self._store = bounded(store)
         self._rank = rank
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._liveness = liveness
@@ -73,7 +76,7 @@ class FailureLog:
         """The error that a failure in `call` means, when this rank had waited for `awaited`; `told` is torch's error.
 
         Returns at once when an exit notice or a death explains it; else when all have said what they were calling, or
-        after `roll_call_seconds`.
+        after `roll_call_seconds`, or without what they would say if the store does not answer.
         """
         if timed_out:
             self.notes.tell(self._reporter.names(awaited))
@@ -84,17 +87,22 @@ class FailureLog:
                 return cause
             stalled = self._read("stalled", self._peers)
             calls = {peer: text.decode(errors="replace") for peer, text in stalled.items()}
-            if time.monotonic() > deadline or len(calls) == len(self._peers):
+            if time.monotonic() > deadline or len(calls) == len(self._peers) or self._store.is_silent:
                 break
             time.sleep(POLL_SECONDS)
         # Whoever waits in vain too is not at fault; if all that were awaited do, somebody else is.
         silent = [peer for peer in awaited if peer not in calls] or [peer for peer in self._peers if peer not in calls]
-        stopped = self._liveness.stopped() if silent and timed_out else []
-        silent = [peer for peer in silent if peer in stopped] or silent  # another may be late only because of these
-        if silent and timed_out:
-            return self._reporter.timed_out(silent, operation, waited, notes=self.notes)
+        silence = SILENCE if self._store.is_silent else ""
+        # Without the store a broken connection may be that of a rank which gave up on a stopped one.
+        stopped = self._liveness.stopped() if silent and (timed_out or silence) else []
+        stopped = [peer for peer in silent if peer in stopped]
+        silent = stopped or silent  # another may be late only because of these
+        if silent and (timed_out or stopped):
+            state = f"{silence.capitalize()}." if silence else ""
+            return self._reporter.timed_out(silent, operation, waited, state, self.notes)
         if silent:
-            return self._reporter.lost(silent[0], operation, f"does not answer (torch says: {told})")
+            story = f"does not answer (torch says: {told})" + (f", and {silence}" if silence else "")
+            return self._reporter.lost(silent[0], operation, story)
         if any(each != call for each in calls.values()):
             return self._reporter.mismatch(operation, {**calls, self._rank: call})
         state = "They wait too: is the network between the ranks up?"
@@ -114,7 +122,10 @@ class FailureLog:
 
     def _read(self, what: str, peers: Sequence[int]) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
+        deadline = Deadline(ANSWER_SECONDS)  # of all questions together: each of many may take a little less
         for peer in peers:
+            if deadline.remaining <= 0:
+                break
             try:
                 if self._store.check([f"{what}/{peer}"]):
                     found[peer] = self._store.get(f"{what}/{peer}")

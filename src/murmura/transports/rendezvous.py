@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from murmura.errors import MurmuraError, RendezvousError
+from murmura.transports.bounded_store import SILENCE, BoundedStore, part_of
 from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.host import host_identity, number_hosts, pid_namespace
 from murmura.transports.liveness import Liveness
@@ -133,8 +134,14 @@ def under(store: Store, prefix: str) -> Store:
     """The part of `store` whose keys begin with `prefix`."""
     if isinstance(store, SignedStore):
         return store.under(prefix)
-    make: Any = dist.PrefixStore  # type: ignore[attr-defined]
-    return make(prefix, store)
+    return part_of(store, prefix)
+
+
+def bounded(store: Store) -> Store:
+    """`store`, which keeps nobody waiting if whoever serves it is stopped or gone; see `BoundedStore`."""
+    if isinstance(store, SignedStore):
+        return store.bounded()
+    return store if isinstance(store, BoundedStore) else BoundedStore(store)
 
 
 # Signing in
@@ -194,6 +201,7 @@ def sign_in(
     An answer holds a number that only its rank knows, so nothing that an earlier rendezvous left in the store is taken
     for this one. `watch` tells of ranks that cannot come any more. `claim` is told to all ranks.
     """
+    store = bounded(store)
     reporter = reporter or Reporter(rank, range(world_size))
     rendezvous = _Rendezvous(store, rank, world_size, timeout, reporter, watch, claim)
     try:
@@ -360,6 +368,7 @@ class _Rendezvous:
         missing = self._reporter.names(peers)
         return RendezvousError(
             f"rank {self._reporter.own} waited {self._timeout:.1f} s, but of {self._world_size} ranks {missing} did "
-            "not come. Were they started, with the same coordinator address and world size?",
+            "not come. Were they started, with the same coordinator address and world size?"
+            + (f" {SILENCE.capitalize()}." if self._store.is_silent else ""),
             tuple(missing),
         )

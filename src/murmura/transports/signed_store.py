@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 
 from murmura.errors import RendezvousError, UsageError
+from murmura.transports.bounded_store import BoundedStore, part_of
 
 TAG_BYTES = 32
 ADVICE = (
@@ -40,10 +41,20 @@ class SignedStore(_Base):  # type: ignore[misc]
 
     def under(self, prefix: str) -> Self:
         """The part whose keys begin with `prefix`."""
-        make: Any = dist.PrefixStore  # type: ignore[attr-defined]
-        part = type(self)(make(prefix, self._inner), self._secret, f"{self._scope}/{prefix}")
+        part = type(self)(part_of(self._inner, prefix), self._secret, f"{self._scope}/{prefix}")
         self._parts.append(part)
         return part
+
+    def bounded(self) -> Self:
+        """This store, on a `BoundedStore`."""
+        if isinstance(self._inner, BoundedStore):
+            return self
+        return type(self)(BoundedStore(self._inner), self._secret, self._scope)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it is bounded and does not answer."""
+        return isinstance(self._inner, BoundedStore) and self._inner.is_silent
 
     def sign(self, *words: bytes) -> bytes:
         """A tag over `words` and the scope, which only those who know the secret can make."""

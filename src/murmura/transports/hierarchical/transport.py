@@ -28,7 +28,7 @@ from murmura.transports.hierarchical import groups
 from murmura.transports.hierarchical.groups import SEGMENTS_AHEAD, ManagedGroup, cut
 from murmura.transports.host import leaders_of, members_of
 from murmura.transports.process_group import Check, ProcessGroupTransport
-from murmura.transports.rendezvous import Store, under
+from murmura.transports.rendezvous import Store, bounded, under
 from murmura.transports.serial_executor import Ticket
 from murmura.transports.shared_memory import SharedMemoryTransport
 from murmura.transports.stalls import WaitDeadline
@@ -98,6 +98,7 @@ class HierarchicalTransport(Transport):
         **options: Any,
     ) -> Self:
         """Join the three groups; `share` makes the one inside the host, once all ranks have joined `across`."""
+        store = bounded(store)
         with contextlib.ExitStack() as made:
             across = ManagedGroup.join(under(store, "across"), rank, world_size, check="always", **options)
             made.callback(across.close)
