@@ -295,6 +295,7 @@ class DDP(TorchSurface):
             "round": self._replica.round,
             "plan": self._driver.planner.state_dict(),
             "trained": self._driver.trained.state_dict(),
+            "moments": self._replica.moments_state(),
             "algorithm": self.algorithm.state_dict(),
         }
 
@@ -315,6 +316,8 @@ class DDP(TorchSurface):
         self._driver.trained.load_state_dict(state.get("trained"), self.algorithm)
         self._replica.round = state["round"]
         self.algorithm.load_state_dict(state["algorithm"])
+        if "moments" in state:  # older states have none
+            self._replica.load_moments_state(state["moments"])
         self._driver.needs_settling = True  # the step of its last round may have been skipped
 
     def remember_optimizer(self, optimizer: Optimizer) -> None:

@@ -121,8 +121,8 @@ class RoundDriver:
 
     def remember(self, optimizer: Optimizer) -> None:
         """`optimizer` moves the parameters: its moments are averaged wherever those of the replicas must be equal."""
-        if self.replica.remember(optimizer) and self.replica.moments_may_differ:
-            average_moments(self.replica, [optimizer])
+        if self.replica.remember(optimizer) and self.replica.moments_may_differ and not self._exchanges_weights:
+            average_moments(self.replica, [optimizer], unless_equal=True)
 
     # Collective points
 
