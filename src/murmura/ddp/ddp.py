@@ -318,7 +318,7 @@ class DDP(TorchSurface):
         self.algorithm.load_state_dict(state["algorithm"])
         if "moments" in state:  # older states have none
             self._replica.load_moments_state(state["moments"])
-        self._driver.needs_settling = True  # the step of its last round may have been skipped
+        self._driver.after_state_load()
 
     def remember_optimizer(self, optimizer: Optimizer) -> None:
         """Tell of an optimizer before its first step: a change of algorithm then averages its moments at once.

@@ -158,6 +158,12 @@ class RoundDriver:
             self.algorithm.weights_replaced()
             self.round.begun = False
 
+    def after_state_load(self) -> None:
+        """The algorithm has loaded its state, and may run in another phase than before."""
+        # At once: residuals are by bucket, and a skipped step or a thawed parameter is noticed before a round plans.
+        self.reducer.plan(wanted=self._exchanges_gradients)
+        self.needs_settling = True  # the step of its last round may have been skipped
+
     def take_over(self, root: int, *, whole: bool = True) -> None:
         """Take over the parameters of rank `root`, and the buffers unless they are each rank's own and not `whole`."""
         self.before_load(self.module)
@@ -196,7 +202,8 @@ class RoundDriver:
         with exposed(self._observer, "begin_round"):
             self.joining.uneven.announce(Stage.BEGIN)
             self.joining.forget_broken_loop()
-            self._plan()
+            self.trained.take_in_thawed(self.algorithm)
+            self.reducer.plan(wanted=self._exchanges_gradients)
             self.algorithm.before_forward()
             if not self._exchanges_weights:
                 self._verify_if_due()
@@ -209,17 +216,12 @@ class RoundDriver:
         """Begin a round whose backward has run: here nothing may be written."""
         if self._observer is not None:
             self._observer.round_opens(self.replica.round)
-        self._plan()
+        self.trained.take_in_thawed(self.algorithm)
+        self.reducer.plan(wanted=self._exchanges_gradients)
         self.algorithm.before_forward()
         is_wanted = self._broadcasts_buffers and self.requires_buffers
         self.settling.buffers_pending = is_wanted and not self._exchanges_weights
         self.requires_buffers = True
-
-    def _plan(self) -> None:
-        """Have the buckets of a round that begins, with a place for what has been thawed."""
-        # First as they were: a phase that was resumed may hold residuals by them, which then move to the new ones.
-        self.reducer.plan(wanted=self._exchanges_gradients)
-        self.trained.take_in_thawed(self.algorithm)
 
     def _verify_if_due(self) -> None:
         is_due = self._verify_every and self.replica.round and self.replica.round % self._verify_every == 0
