@@ -233,6 +233,41 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(registry, "_compared", set())
 
 
+@pytest.mark.parametrize(
+    ("options", "decay"),
+    [
+        ("", 0.95),
+        (":interval=50", 0.95),
+        (":compressor=topk2bit", 0.95),
+        (":compressor=topk2bit(count=32)", 0.95),
+        (":compressor=topk", 0.95),
+        (":compressor=uint8(feedback=true)", 0.95),
+        (":compressor=topk(decay=1.0)", 1.0),
+        (":compressor=topk(ratio=0.1:decay=0.5)", 0.5),
+        (":compressor=uint8", None),
+        (":compressor=topk(feedback=false)", None),
+        (":compressor=none", None),
+    ],
+)
+def test_what_sparse_loco_holds_back_fades_whatever_the_compressor(options: str, decay: float | None) -> None:
+    made = algorithm_named(f"sparse_loco{options}")
+    assert isinstance(made, DiLoCoAlgorithm)
+    assert (made.outer_lr, made.outer_momentum) == (1.0, 0.0)
+    assert getattr(made.compressor, "decay", None) == decay
+
+
+def test_sparse_loco_refuses_as_other_names_do() -> None:
+    for text, words in (
+        ("sparse_loco:compressor=uint9", "compressor='uint9' is unknown"),
+        ("sparse_loco:compressor=5", "compressor=5"),
+        ("sparse_loco:rank=2", "'sparse_loco' has no option 'rank'"),
+        ("sparse_loco:interval=0", "interval=0 must be"),
+        ("sparse_loco:compressor=uint8(decay=0.5)", "decay=0.5 is of error feedback"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            algorithm_named(text)
+
+
 @pytest.mark.usefixtures("package")
 def test_an_installed_package_announces_algorithms() -> None:
     assert {"nothing", "broken", "rare"} < set(algorithm_names())
