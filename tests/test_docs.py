@@ -6,10 +6,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forked import run_forked, script
+from murmura.algorithms import names as algorithms
+from murmura.algorithms import topology
+from murmura.compressors import names as compressors
+from murmura.registry import Registry
 from murmura.tools.experiments import convergence_report
 from murmura.tools.experiments.convergence import Study, read
 
@@ -53,6 +58,41 @@ def anchors(page: Path) -> set[str]:
 def test_links_to_headings_find_them(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text())
     assert [each for each in targets if each[1] not in anchors(page.parent / each[0] if each[0] else page)] == []
+
+
+def names_in(registry: Registry[Any]) -> list[str]:
+    """Those of murmura itself, not of other tests."""
+    return sorted(name for name, entry in registry._entries.items() if entry.make.__module__.startswith("murmura."))
+
+
+def section(page: str, heading: str) -> str:
+    return page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text()
+
+
+@pytest.mark.parametrize("name", names_in(algorithms._REGISTRY))
+def test_every_algorithm_has_its_rows_and_its_paragraph(name: str) -> None:
+    listed = ALGORITHMS.split("\n## ")[0]
+    assert re.search(rf"^\| `{name}` \| `\w+", listed, re.MULTILINE)
+    for table in ("What they cost", "What goes together"):
+        assert re.search(rf"^\| .*?`{name}`.*? \| .*\|$", section(ALGORITHMS, table), re.MULTILINE), table
+    assert re.search(rf"^(\*\*\w+\*\*, )*\*\*{name}\*\*.* \S", section(ALGORITHMS, "Each algorithm"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", names_in(compressors._REGISTRY))
+def test_every_compressor_has_its_row_and_its_paragraph(name: str) -> None:
+    text = section(ALGORITHMS, "Compressors")
+    assert re.search(rf"^\| (`\w+`, )*`{name}`(, `\w+`)* \| `\w+", text, re.MULTILINE)
+    (paragraph,) = re.findall(rf"^(?:\*\*\w+\*\*, )*\*\*{name}\*\*.*?(?=\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert "*Use" in paragraph
+    assert "*Avoid" in paragraph
+
+
+@pytest.mark.parametrize("name", names_in(topology._REGISTRY))
+def test_every_topology_has_its_row(name: str) -> None:
+    assert re.search(rf"^\| `{name}` \| \w+", section(ALGORITHMS, "Topologies"), re.MULTILINE)
 
 
 def test_tables_and_charts_of_convergence_are_those_of_the_last_study() -> None:

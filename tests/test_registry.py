@@ -35,6 +35,7 @@ from murmura.compressors import compressor_named, compressor_names
 from murmura.compressors import names as compressors
 from murmura.registry import Registry, parse
 from murmura.tools.cli.main import app
+from murmura.tools.cli.output import digits
 from murmura.tools.experiments import parse_algorithms
 
 
@@ -170,9 +171,9 @@ def test_the_wrapper_and_the_commands_take_the_same_names() -> None:
         assert ddp.algorithm.interval == 7  # type: ignore[attr-defined]
         ddp.close()
     assert parse_algorithms("local_sgd:interval=5,bytegrad") == ("local_sgd:interval=5", "bytegrad")
-    refused = CliRunner().invoke(app, ["compare", "--algorithms", "diloco:interval=7"])
+    refused = CliRunner().invoke(app, ["compare", "--algorithms", "diloco:interval=7,local_sgd:interval=11,bytegrad"])
     assert refused.exit_code == 2
-    assert "Give an interval that divides 20" in refused.stderr
+    assert "for intervals of 7, 11 steps the shortest that is a multiple of 20 has 1540 steps" in refused.stderr
 
 
 MODULE = """
@@ -230,6 +231,41 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for registry in (_REGISTRY, compressors._REGISTRY, topology._REGISTRY):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
         monkeypatch.setattr(registry, "_compared", set())
+
+
+@pytest.mark.parametrize(
+    ("options", "decay"),
+    [
+        ("", 0.95),
+        (":interval=50", 0.95),
+        (":compressor=topk2bit", 0.95),
+        (":compressor=topk2bit(count=32)", 0.95),
+        (":compressor=topk", 0.95),
+        (":compressor=uint8(feedback=true)", 0.95),
+        (":compressor=topk(decay=1.0)", 1.0),
+        (":compressor=topk(ratio=0.1:decay=0.5)", 0.5),
+        (":compressor=uint8", None),
+        (":compressor=topk(feedback=false)", None),
+        (":compressor=none", None),
+    ],
+)
+def test_what_sparse_loco_holds_back_fades_whatever_the_compressor(options: str, decay: float | None) -> None:
+    made = algorithm_named(f"sparse_loco{options}")
+    assert isinstance(made, DiLoCoAlgorithm)
+    assert (made.outer_lr, made.outer_momentum) == (1.0, 0.0)
+    assert getattr(made.compressor, "decay", None) == decay
+
+
+def test_sparse_loco_refuses_as_other_names_do() -> None:
+    for text, words in (
+        ("sparse_loco:compressor=uint9", "compressor='uint9' is unknown"),
+        ("sparse_loco:compressor=5", "compressor=5"),
+        ("sparse_loco:rank=2", "'sparse_loco' has no option 'rank'"),
+        ("sparse_loco:interval=0", "interval=0 must be"),
+        ("sparse_loco:compressor=uint8(decay=0.5)", "decay=0.5 is of error feedback"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            algorithm_named(text)
 
 
 @pytest.mark.usefixtures("package")
@@ -296,16 +332,34 @@ def test_an_option_of_error_feedback_is_refused_where_there_is_none(name: str) -
         compressor_named(name)
 
 
-@pytest.mark.usefixtures("package")
-def test_what_a_package_announces_is_compared(tmp_path: Path) -> None:
-    """An algorithm, a topology and a compressor from outside, on ranks that are processes."""
-    names = ["rare:interval=5", "push_sum:topology=neighbours", "gradient_allreduce:compressor=short"]
-    options = ["--task", "mlp", "--ranks", "2", "--steps", "20", "--bandwidth", "local", "--out", tmp_path / "runs"]
-    options += ["--algorithms", ",".join(names), "--json", tmp_path / "result.json"]
-    done = CliRunner().invoke(app, ["compare", *map(str, options)])
+def compared(folder: Path, names: list[str], *options: str) -> tuple[dict[str, Any], str, str]:
+    """The rows by contestant, the report, and what was told while it ran, of `murmura compare` on two ranks."""
+    given = ["--ranks", "2", "--bandwidth", "local", "--out", str(folder / "runs"), *options]
+    given += ["--algorithms", ",".join(names), "--json", str(folder / "result.json")]
+    done = CliRunner().invoke(app, ["compare", *given])
     assert done.exit_code == 0, done.output
-    rows = {row["contestant"]: row for row in json.loads((tmp_path / "result.json").read_text())["rows"]}
+    rows = {row["contestant"]: row for row in json.loads((folder / "result.json").read_text())["rows"]}
+    page = (folder / "runs" / "report.html").read_text()
     assert list(rows)[1:] == names
     assert all(row["final_loss"] > 0 for row in rows.values())
     for name in names:
         assert rows[name]["step_bytes"] == pytest.approx(rows[name]["formula_bytes"], rel=0.05), name
+        assert re.search(rf"<td>{re.escape(name)}</td>(<td>.*?</td>)*?<td>{digits(rows[name]['step_ms'])}</td>", page)
+    return rows, page, done.stderr
+
+
+@pytest.mark.usefixtures("package")
+def test_what_a_package_announces_is_compared(tmp_path: Path) -> None:
+    """An algorithm, a topology and a compressor from outside, on ranks that are processes."""
+    names = ["rare:interval=5", "push_sum:topology=neighbours", "gradient_allreduce:compressor=short"]
+    _, _, told = compared(tmp_path, names, "--task", "mlp", "--steps", "20")
+    assert "rounded up" not in told
+
+
+@pytest.mark.usefixtures("package")
+def test_what_a_package_announces_is_compared_in_turns_of_whole_intervals(tmp_path: Path) -> None:
+    names = ["rare", "rare:interval=8"]
+    _, page, told = compared(tmp_path, names, "--task", "markov", "--steps", "30")
+    assert "--steps=30 is rounded up to 40: turns of 40 steps" in told
+    assert "Step: the median over turns of 40 steps." in page
+    assert "Medians over turns of 40 steps." in page

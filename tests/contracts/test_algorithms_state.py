@@ -38,9 +38,8 @@ TRAINED = {0: "11001100", 2: "00110011"}  # layers by index, and in which rounds
 
 def save(ddp: DDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What a user would write to a file."""
-    return copy.deepcopy(
-        {"model": ddp.state_dict(), "optimizer": optimizer.state_dict(), "algorithm": ddp.algorithm_state_dict()}
-    )
+    algorithm = ddp.algorithm_state_dict()  # first: it settles what a skipped step has left pending
+    return copy.deepcopy({"model": ddp.state_dict(), "optimizer": optimizer.state_dict(), "algorithm": algorithm})
 
 
 def run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,69 @@ def test_phased_resumes_on_its_boundary(tmp_path: Path) -> None:
                     checkpointer.save(6, ddp=ddp, optimizer=optimizer)
 
     on_ranks(run, 2)
+
+
+def wrapped_in_phases(transport: Transport, first: str) -> tuple[DDP, torch.optim.Optimizer]:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    ddp = DDP(model, transport, algorithm=Phased(first, 2, then="gradient_allreduce:compressor=topk(ratio=0.25)"))
+    return ddp, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def resumed_in_phases(ddp: DDP, first: str) -> tuple[DDP, torch.optim.Optimizer]:
+    algorithm_state, weights = copy.deepcopy((ddp.algorithm_state_dict(), ddp.state_dict()))
+    ddp.close()
+    ddp, optimizer = wrapped_in_phases(ddp.transport, first)
+    ddp.load_state_dict(weights)
+    ddp.load_algorithm_state_dict(algorithm_state)
+    return ddp, optimizer
+
+
+FIRST_PHASES = ["gradient_allreduce", "local_sgd:interval=2"]
+
+
+@pytest.mark.parametrize("first", FIRST_PHASES)
+@pytest.mark.parametrize("by_parts", [False, True])
+def test_a_parameter_thawed_right_after_a_resume_in_another_phase(by_parts: bool, first: str) -> None:
+    """What the second phase has lost of each parameter moves with it; by parts, the round begins after its backward."""
+
+    def run(transport: Transport, resumes: bool) -> Tensor:
+        ddp, optimizer = wrapped_in_phases(transport, first)
+        train(ddp, optimizer, range(4))
+        if resumes:
+            ddp, optimizer = resumed_in_phases(ddp, first)
+        with closing(ddp):
+            ddp.module[0].weight.requires_grad_(True)
+            optimizer.zero_grad()
+            x = values(4, 4, seed=transport.rank)
+            with ddp.no_sync():
+                (ddp.module[2](torch.tanh(ddp.module[0](x))) if by_parts else ddp(x)).square().mean().backward()
+            ddp.sync_gradients()
+            optimizer.step()
+            train(ddp, optimizer, range(5, 8))
+            return weights_of(ddp.module)
+
+    for plain, resumed in zip(on_ranks(run, 2, False), on_ranks(run, 2, True), strict=True):
+        assert torch.equal(plain, resumed)
+
+
+@pytest.mark.parametrize("first", FIRST_PHASES)
+def test_a_step_skipped_right_before_a_resume_in_another_phase(first: str) -> None:
+    """What its messages lost is taken back, as without a resume."""
+
+    def run(transport: Transport, resumes: bool) -> Tensor:
+        ddp, optimizer = wrapped_in_phases(transport, first)
+        train(ddp, optimizer, range(4))
+        ddp(values(4, 4, seed=transport.rank)).square().mean().backward()
+        optimizer.zero_grad()
+        if resumes:
+            ddp, optimizer = resumed_in_phases(ddp, first)
+        with closing(ddp):
+            train(ddp, optimizer, range(5, 8))
+            return weights_of(ddp.module)
+
+    for plain, resumed in zip(on_ranks(run, 2, False), on_ranks(run, 2, True), strict=True):
+        assert torch.equal(plain, resumed)
 
 
 @pytest.mark.parametrize("how", ["ddp", "module", "broadcast"])

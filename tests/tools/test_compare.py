@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from contracts.grids import grid
-from murmura import DDP, Algorithm, TracedTransport, Transport, UsageError, run_world
+from murmura import DDP, Algorithm, ConfigError, TracedTransport, Transport, UsageError, run_world
 from murmura.algorithms import (
     AsyncModelAverageAlgorithm,
     ByteGradAlgorithm,
@@ -238,6 +239,28 @@ def test_a_row_counts_to_the_first_evaluation_at_the_target() -> None:
     assert row.formula_bytes == 4 * 10**6
     missed = row_of(made_up("gradient_allreduce", 99.0, [3.0, 2.0, 1.0]), 0.5, 10**6)
     assert (missed.steps_to_target, missed.seconds_to_target) == (None, None)
+
+
+def test_a_turn_holds_whole_intervals_of_every_algorithm() -> None:
+    def spec(*algorithms: str) -> ComparisonSpec:
+        return replace(SPEC, algorithms=algorithms, steps=60)
+
+    assert spec(*algorithm_names()).block_steps == BLOCK_STEPS
+    longer = spec("bytegrad", "diloco:interval=50:compressor=uint4", "local_sgd:interval=8")
+    assert (longer.block_steps, longer.num_blocks, longer.num_steps) == (200, 1, 200)
+    with pytest.raises(ConfigError, match="for intervals of 7, 11 steps the shortest"):
+        spec("bytegrad", "local_sgd:interval=7", "local_sgd:interval=11")
+
+
+def test_a_step_is_timed_over_the_turns_of_its_run() -> None:
+    """Every fourth turn of 20 steps has an exchange, which takes as long as all the rest."""
+    run = made_up("local_sgd:interval=80", 0.0, [3.0] * 7 + [1.0])
+    for rank, records in run.records.items():
+        run.records[rank][:] = [replace(each, wall_ms=161.0 if each.step % 80 == 79 else 1.0) for each in records]
+    assert row_of(run, 2.0, 10**6).step_ms == 1.0
+    run.settings["turn_steps"] = 80
+    row = row_of(run, 2.0, 10**6)
+    assert (row.step_ms, row.steps_to_target, row.seconds_to_target) == (3.0, 160, 0.48)
 
 
 def test_the_target_is_what_all_reach_that_learn_as_well_as_plain_all_reduce() -> None:

@@ -18,6 +18,7 @@ from murmura.algorithms.powersgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
 from murmura.algorithms.push_sum import PushSumAlgorithm, PushSumAlgorithmImpl
 from murmura.algorithms.qadam import QAdamAlgorithm, QAdamAlgorithmImpl
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer
+from murmura.algorithms.sparse_loco import sparse_loco as _named  # noqa: F401  # a name, and no class of its own
 from murmura.algorithms.streaming_diloco import StreamingDiLoCoAlgorithm, StreamingDiLoCoAlgorithmImpl
 from murmura.algorithms.topology import Neighbours, register_topology, topology_named, topology_names
 

@@ -27,6 +27,9 @@ class AfterStepImpl(AlgorithmImpl, ABC):
     next round, or earlier if it is about to wait for others in an operation of the user's, while these may wait for it
     here. It cannot tell whether its own step was skipped or is still to come, so the ranks vote: they communicate if
     any of them has stepped. An exchange in the background begins with the vote, so that no rank waits for the vote.
+
+    Moments can be averaged only when every rank knows its optimizers: after a resume a rank that skips its step knows
+    none. They are then averaged alone after the first round in which all do.
     """
 
     exchanges = Exchanges.WEIGHTS
@@ -75,6 +78,7 @@ class AfterStepImpl(AlgorithmImpl, ABC):
     def setup(self, replica: Replica) -> None:
         self._replica = replica
         self._due: deque[int] = deque()  # rounds whose exchange is still to come
+        self._for_moments: set[int] = set()  # those of them after which only moments are averaged
         self._weights = FlatWeights(replica)
         self.use(self._weights)
 
@@ -82,41 +86,57 @@ class AfterStepImpl(AlgorithmImpl, ABC):
         is_due: bool | None = self.is_due(self._replica.round)
         if is_due is None:
             raise UsageError(f"is_due() of {type(self).__name__} returned None: return True or False.")
-        self._is_last_due = is_due
+        self._is_last_due = is_due or self._replica.moments_pending
         if self._is_last_due:
             self._due.append(self._replica.round)
+        if self._is_last_due and not is_due:
+            self._for_moments.add(self._replica.round)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        self._settle_all_but(int(self._is_last_due))
+        self._settle(but_last=True)
 
     def after_steps(self) -> None:
-        self.settle()
+        self._settle()
 
     def settle(self) -> None:
-        self._settle_all_but(0)
+        self._settle()
 
     def before_collective(self) -> None:
         while self._due and self._has_any_stepped(False):
             self._communicate_once()
 
-    def _settle_all_but(self, num_left: int) -> None:
-        while len(self._due) > num_left:
+    def _settle(self, *, but_last: bool = False) -> None:
+        """Run what is due, but not what is due after the last round if that is the `but_last`."""
+        while len(self._due) > int(but_last and self._is_last_due):
             self._has_any_stepped(True)
             self._communicate_once()
 
     def _communicate_once(self) -> None:
         self.due_round = self._due.popleft()
-        if self._is_restarted and self.process_group.world_size > 1:
-            self.start_from_mean()
-        self._is_restarted = False
-        self.communicate()
-        if self.averages_moments_after(self.due_round) and self.process_group.world_size > 1:
-            average_known_moments(self._replica)
+        if self.due_round in self._for_moments:
+            self._for_moments.remove(self.due_round)
+        else:
+            if self._is_restarted and self.process_group.world_size > 1:
+                self.start_from_mean()
+            self._is_restarted = False
+            self.communicate()
+        averages = self._replica.moments_pending or self.averages_moments_after(self.due_round)
+        if averages and self.process_group.world_size > 1:
+            self._replica.moments_pending = not average_known_moments(self._replica)
+            self._try_again_after(self.due_round + 1)
+
+    def _try_again_after(self, number: int) -> None:
+        """Let round `number`, if it has ended here already, end as on ranks where it has not: with what is pending."""
+        if self._replica.moments_pending and number < self._replica.round and number not in self._due:
+            self._due.appendleft(number)
+            self._for_moments.add(number)
+            self._is_last_due |= number == self._replica.round - 1
 
     def _has_any_stepped(self, here: bool) -> bool:
         """Whether the oldest exchange is due now: a rank has stepped, or knows that its step was skipped."""
         number = self._due[0]
-        waits = self._is_restarted or self.waits_after(number)
+        is_plain = not self._is_restarted and not self._replica.moments_pending and number not in self._for_moments
+        waits = not is_plain or self.waits_after(number)
         channel = self.process_group if waits else self.channel_beside(number)
         self.has_voted = waits or not here
         if self.process_group.world_size == 1 or channel is None or not self.has_voted:

@@ -54,6 +54,9 @@ class Replica(Protocol):
         """Those that have stepped on the parameters, in the order of their first steps."""
         ...
 
+    def forget_optimizers(self) -> None:
+        """Know no optimizer: each counts as unknown when it steps again."""
+
     @property
     def transport(self) -> Transport:
         """The channel of this model."""
@@ -64,6 +67,9 @@ class Replica(Protocol):
 
     moments_may_differ: bool
     """Whether optimizers that have not stepped yet may hold moments of replicas that differed."""
+
+    moments_pending: bool
+    """Whether moments were to be averaged when not every rank knew the same optimizers, and have not been since."""
 
     @property
     def round(self) -> int:

@@ -343,9 +343,6 @@ def _like(theta: Tensor, reals: list[Tensor]) -> Tensor:
 
 
 @register_algorithm("diloco", interval=LOCAL_STEPS)
-@register_algorithm(
-    "sparse_loco", interval=LOCAL_STEPS, outer_lr=1.0, outer_momentum=0.0, compressor="topk2bit(decay=0.95)"
-)
 @dataclass(frozen=True)
 class DiLoCoAlgorithm(Algorithm):
     """Applies Nesterov momentum to the mean change of the weights after every `interval`-th round.

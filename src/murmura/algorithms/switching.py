@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
@@ -23,8 +23,8 @@ def replace_algorithm(running: AlgorithmImpl, algorithm: Algorithm, replica: Rep
     """Close `running` and return what runs `algorithm`, not yet set up. Collective, between rounds.
 
     Replicas that `running` let differ start again from the mean of their weights and of their optimizers' moments;
-    moments of an optimizer that is not known yet are averaged when it is. What is frozen now takes part no more. If
-    `algorithm` is refused, `running` goes on.
+    moments of optimizers that not every rank knows yet are averaged at their next step. What is frozen now takes part
+    no more. If `algorithm` is refused, `running` goes on.
     """
     successor = algorithm.reify(replica.transport)
     running.settle()
@@ -35,8 +35,9 @@ def replace_algorithm(running: AlgorithmImpl, algorithm: Algorithm, replica: Rep
         replica.moments_may_differ = True
     if successor.exchanges is Exchanges.WEIGHTS:
         replica.moments_may_differ = False
-    elif replica.moments_may_differ:
-        average_moments(replica, replica.optimizers)
+    elif replica.moments_may_differ and not average_known_moments(replica):
+        replica.forget_optimizers()  # a rank that skipped its only step knows none: at the next step all average
+    replica.moments_pending = False
     parameters = zip(replica.names, replica.parameters, strict=True)
     replica.trained = {name for name, parameter in parameters if parameter.requires_grad}
     return successor
@@ -53,8 +54,11 @@ def _average_weights(replica: Replica, weight: float, timeout: float) -> None:
 
 
 @torch.no_grad()
-def average_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None:
-    """Average the moments of `optimizers`: with different moments, equal weights would drift apart again."""
+def average_moments(replica: Replica, optimizers: Sequence[Optimizer], *, unless_equal: bool = False) -> None:
+    """Average the moments of `optimizers`: with different moments, equal weights would drift apart again.
+
+    `unless_equal` leaves them alone where all ranks hold the same bits, which a mean of three would round.
+    """
     ordered = _in_common_order(replica, optimizers)
     _check_same_optimizers(replica, ordered)
     _complete_moments(replica, ordered)
@@ -64,6 +68,8 @@ def average_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None:
             "the ranks' optimizers do not hold the same moments, so they cannot be averaged. Build the same optimizers "
             "on every rank, or new ones before you change the algorithm."
         )
+    if unless_equal and _is_same_everywhere(replica, " ".join(_digest(moment) for _, moment in moments)):
+        return
     flat_moments = FlatTensors([moment for _, moment in moments])
     flats = flat_moments.allocate(plain_memory)
     for flat in flats:
@@ -71,11 +77,16 @@ def average_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None:
     flat_moments.write(flats)
 
 
-def average_known_moments(replica: Replica) -> None:
-    """As `average_moments`, for all optimizers that have stepped; does nothing until every rank has taken a step."""
+def average_known_moments(replica: Replica) -> bool:
+    """As `average_moments`, for all optimizers that are known; does nothing unless every rank knows the same.
+
+    Returns whether it has averaged, which is the same on all ranks.
+    """
     optimizers = replica.optimizers
-    if _is_same_everywhere(replica, _description(replica, _in_common_order(replica, optimizers))) and optimizers:
+    is_same = _is_same_everywhere(replica, _description(replica, _in_common_order(replica, optimizers)))
+    if is_same and optimizers:
         average_moments(replica, optimizers)
+    return is_same and bool(optimizers)
 
 
 def _in_common_order(replica: Replica, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -97,9 +108,9 @@ def _check_same_optimizers(replica: Replica, optimizers: Sequence[Optimizer]) ->
     if not _is_same_everywhere(replica, _description(replica, optimizers)):
         names = ", ".join(type(each).__name__ for each in optimizers) or "none"
         raise UsageError(
-            f"the optimizers that have stepped on rank {replica.transport.reporter.own} ({names}) are not those that "
-            "have stepped on all other ranks, so their moments cannot be averaged. Let every optimizer step on every "
-            "rank before you change the algorithm, or build new ones then."
+            f"the moments that rank {replica.transport.reporter.own} is to average since the algorithm was changed are "
+            f"those of another optimizer ({names}) than on other ranks. Let the same optimizers step on every rank, in "
+            "the same order, or build new ones when you change the algorithm."
         )
 
 
@@ -117,21 +128,36 @@ def _complete_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None
     of_all = all_gather_json(replica.transport, own)
     for each in on_some:
         state, parameter = states[int(each)]
-        known = next((state[other] for other in replica.parameters if state.get(other)), None)
-        if known is not None and not state.get(parameter):
+        if not state.get(parameter):
             forms: dict[str, Any] = next((forms[each] for forms in of_all if forms[each]), {})
-            zeros = {
-                key: torch.zeros(shape, dtype=getattr(torch, dtype), device=known[key].device)
-                for key, (shape, dtype) in forms.items()
-                if key in known
-            }
+            known: Any = next((state[other] for other in replica.parameters if state.get(other)), {})
+            zeros = {key: _zeros(form, parameter) for key, form in forms.items() if isinstance(form, list) or not known}
             state[parameter] = {**known, **zeros}
 
 
-def _forms(moments: Mapping[str, Any]) -> dict[str, tuple[list[int], str]]:
-    """The shape and dtype of each of `moments` that is a tensor."""
-    tensors = {key: value for key, value in moments.items() if isinstance(value, Tensor)}
-    return {key: (list(value.shape), str(value.dtype).removeprefix("torch.")) for key, value in tensors.items()}
+def _forms(moments: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a tensor in `moments` the shape, dtype and kind of device; of others the value, if JSON can hold it."""
+    return {
+        key: (list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type)
+        if isinstance(value, Tensor)
+        else value
+        for key, value in moments.items()
+        if isinstance(value, Tensor | bool | int | float | None)
+    }
+
+
+def _zeros(form: Any, parameter: nn.Parameter) -> Any:
+    """What a moment of `parameter` is before the first step, given its form on another rank."""
+    if not isinstance(form, list):
+        return form
+    shape, dtype, kind = form
+    device = parameter.device if kind == parameter.device.type else torch.device(kind)
+    return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+
+
+def _digest(moment: Tensor) -> str:
+    raw: Any = moment.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return str(zlib.crc32(raw))
 
 
 def _is_same_everywhere(replica: Replica, text: str) -> bool:

@@ -279,8 +279,9 @@ class DDP(TorchSurface):
     def algorithm_state_dict(self) -> dict[str, Any]:
         """All that the running algorithm carries on this rank, and the number of rounds.
 
-        Every rank calls it, between an optimizer's step and the next forward: what waits for a step that was skipped is
-        done first. Refused while gradients of backwards inside `no_sync` wait for their exchange.
+        Every rank calls it, between an optimizer's step and the next forward, and before `state_dict`: what waits for a
+        step that was skipped is done first, and may change weights and moments. Refused while gradients of backwards
+        inside `no_sync` wait for their exchange.
         """
         self.settle()
         return self.unsettled_algorithm_state_dict()
@@ -295,11 +296,14 @@ class DDP(TorchSurface):
             "round": self._replica.round,
             "plan": self._driver.planner.state_dict(),
             "trained": self._driver.trained.state_dict(),
+            "moments": self._replica.moments_state(),
             "algorithm": self.algorithm.state_dict(),
         }
 
     def load_algorithm_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `algorithm_state_dict` returned on this rank; load the weights before. Collective.
+        """Take over what `algorithm_state_dict` returned on this rank. Collective.
+
+        Load the weights before it, and call `remember_optimizer` afterwards.
 
         The same parameters take part as in the run that was saved: one that was frozen when this model was wrapped
         counts as frozen since.
@@ -315,12 +319,15 @@ class DDP(TorchSurface):
         self._driver.trained.load_state_dict(state.get("trained"), self.algorithm)
         self._replica.round = state["round"]
         self.algorithm.load_state_dict(state["algorithm"])
-        self._driver.needs_settling = True  # the step of its last round may have been skipped
+        if "moments" in state:  # older states have none
+            self._replica.load_moments_state(state["moments"])
+        self._driver.after_state_load()
 
     def remember_optimizer(self, optimizer: Optimizer) -> None:
-        """Tell of an optimizer before its first step: a change of algorithm then averages its moments at once.
+        """Tell of an optimizer before its first step, when its state has been loaded. Collective.
 
-        Otherwise they are averaged at that step. `Checkpointer` calls it by itself. Collective.
+        Moments are then averaged whenever that is due. Otherwise, if a rank skips its first step, or the algorithm is
+        changed before it, they are averaged at the next step of all ranks. `Checkpointer` calls it by itself.
         """
         self._driver.remember(optimizer)
 

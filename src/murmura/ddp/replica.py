@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,7 @@ class ModelReplica:
         self.round = 0
         self.buckets: list[Bucket] = []
         self.moments_may_differ = False  # of optimizers that are not known yet, since weights were averaged
+        self.moments_pending = False  # their average was due when not every rank knew the same optimizers
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._packed: _Packed | None = None  # tensors on a GPU that were broadcast last
         self.names = [name for name in parameters if name not in ignore]
@@ -97,6 +98,21 @@ class ModelReplica:
             return False
         self._optimizers = [each for each in self._optimizers if each() is not None] + [weakref.ref(optimizer)]
         return True
+
+    def forget_optimizers(self) -> None:
+        """Know no optimizer, as before the first step: each counts as unknown when it steps again."""
+        self._optimizers = []
+
+    def moments_state(self) -> dict[str, bool]:
+        """What is still to be done with the moments of optimizers: equal on all ranks."""
+        return {"may_differ": self.moments_may_differ, "pending": self.moments_pending}
+
+    def load_moments_state(self, state: Mapping[str, bool]) -> None:
+        """Take over what `moments_state` returned; moments are loaded before or after."""
+        self.moments_pending = state["pending"] and self.transport.world_size > 1
+        if state["may_differ"]:
+            self.moments_may_differ = True
+            self.forget_optimizers()  # one that was known here gets moments that are still to be averaged
 
     def broadcast(self, tensors: Sequence[Tensor], src: int, allocate: Allocate = plain_memory) -> None:
         """Overwrite `tensors` with those of rank `src`, in place, with one broadcast for each dtype and device.

@@ -121,8 +121,8 @@ class RoundDriver:
 
     def remember(self, optimizer: Optimizer) -> None:
         """`optimizer` moves the parameters: its moments are averaged wherever those of the replicas must be equal."""
-        if self.replica.remember(optimizer) and self.replica.moments_may_differ:
-            average_moments(self.replica, [optimizer])
+        if self.replica.remember(optimizer) and self.replica.moments_may_differ and not self._exchanges_weights:
+            average_moments(self.replica, [optimizer], unless_equal=True)
 
     # Collective points
 
@@ -162,6 +162,12 @@ class RoundDriver:
             self._loading = None
             self.algorithm.weights_replaced()
             self.round.begun = False
+
+    def after_state_load(self) -> None:
+        """The algorithm has loaded its state, and may run in another phase than before."""
+        # At once: residuals are by bucket, and a skipped step or a thawed parameter is noticed before a round plans.
+        self.reducer.plan(wanted=self._exchanges_gradients)
+        self.needs_settling = True  # the step of its last round may have been skipped
 
     def take_over(self, root: int, *, whole: bool = True) -> None:
         """Take over the parameters of rank `root`, and the buffers unless they are each rank's own and not `whole`."""

@@ -50,7 +50,11 @@ def command(
         ),
     ] = "100mbit,local",
     steps: Annotated[
-        int, typer.Option(help=f"Steps of each algorithm; rounded up to a multiple of {BLOCK_STEPS}.", metavar="N")
+        int,
+        typer.Option(
+            help=f"Steps of each algorithm; rounded up to a multiple of {BLOCK_STEPS} and of every interval.",
+            metavar="N",
+        ),
     ] = 160,
     target: Annotated[
         float | None,
@@ -92,6 +96,9 @@ def command(
             seed=seed,
             device=device,
         )
+        if spec.num_steps != steps:
+            turns = f"turns of {spec.block_steps} steps, a multiple of {BLOCK_STEPS} and of every algorithm's interval"
+            typer.echo(f"--steps={steps} is rounded up to {spec.num_steps}: {turns}.", err=True)
         check_writable(json)
         folder = out if out is not None else Path("runs") / f"compare-{task}-{datetime.now():%Y%m%d-%H%M%S}"
         make_folder(folder, "runs cannot be written to --out")
@@ -143,6 +150,8 @@ def heading(comparison: Comparison, link: str) -> str:
 def caption(comparison: Comparison, link: str) -> str:
     """Say how the link was made, and whether the step times match the byte formulas."""
     said = f"Link: {comparison.notes[link]}. Apart: how far replicas are from their mean."
+    if comparison.spec.block_steps != BLOCK_STEPS:
+        said = f"{said} Step: the median over turns of {comparison.spec.block_steps} steps."
     wrong = contradictions(comparison.of_link(link))
     if link == "local":
         return said

@@ -1,7 +1,7 @@
 """Break the time of a step down into its parts, and find the rank that the others wait for.
 
-Every figure of a step's time, in tables, bars and sentences, is the median over turns of `TURN_STEPS` steps: one step
-of an algorithm that communicates once in so many says nothing of the others.
+Every figure of a step's time, in tables, bars and sentences, is the median over turns of `TURN_STEPS` steps, or of as
+many as the run says: one step of an algorithm that communicates once in so many says nothing of the others.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ NOTICEABLE = 1.1
 """A rank is called slow if its own work takes this many times as long as the others'."""
 
 
-def turns(records: Sequence[Record]) -> list[float]:
+def turns(records: Sequence[Record], turn_steps: int = TURN_STEPS) -> list[float]:
     """Return the milliseconds per step in each turn of one rank; the last turn may be shorter."""
     walls = [record.wall_ms for record in records]
-    return [statistics.fmean(walls[begin : begin + TURN_STEPS]) for begin in range(0, len(walls), TURN_STEPS)]
+    return [statistics.fmean(walls[begin : begin + turn_steps]) for begin in range(0, len(walls), turn_steps)]
 
 
-def slowest_turns(records: Mapping[int, Sequence[Record]]) -> list[float]:
+def slowest_turns(records: Mapping[int, Sequence[Record]], turn_steps: int = TURN_STEPS) -> list[float]:
     """Return the milliseconds per step in each turn, of the slowest rank in that turn."""
-    return [max(of_ranks) for of_ranks in zip(*map(turns, records.values()), strict=False)]
+    by_rank = [turns(of_rank, turn_steps) for of_rank in records.values()]
+    return [max(of_ranks) for of_ranks in zip(*by_rank, strict=False)]
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,13 @@ class Breakdown:
     step_bytes: float  # bytes sent
 
     @classmethod
-    def of(cls, records: Sequence[Record], num_ranks: int, step_ms: float | None = None) -> Breakdown:
+    def of(
+        cls, records: Sequence[Record], num_ranks: int, step_ms: float | None = None, turn_steps: int = TURN_STEPS
+    ) -> Breakdown:
         """Return the median step of the records, or `step_ms`, divided in the proportions of the sum of all steps."""
         mean_ms = statistics.fmean(record.wall_ms for record in records)
         if step_ms is None:
-            step_ms = statistics.median(turns(records))
+            step_ms = statistics.median(turns(records, turn_steps))
         scale = step_ms / mean_ms if mean_ms else 1.0
         return cls(
             step_ms=step_ms,
@@ -55,10 +58,10 @@ class Breakdown:
         )
 
     @classmethod
-    def of_run(cls, records: Mapping[int, Sequence[Record]], num_ranks: int) -> Breakdown:
+    def of_run(cls, records: Mapping[int, Sequence[Record]], num_ranks: int, turn_steps: int = TURN_STEPS) -> Breakdown:
         """Return the step of the slowest rank, divided in the proportions of all ranks' steps."""
         together = [record for of_rank in records.values() for record in of_rank]
-        return cls.of(together, num_ranks, statistics.median(slowest_turns(records)))
+        return cls.of(together, num_ranks, statistics.median(slowest_turns(records, turn_steps)))
 
     @property
     def bytes_per_second(self) -> float:

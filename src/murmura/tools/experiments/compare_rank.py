@@ -15,7 +15,7 @@ from torch import nn
 
 from murmura import ThrottledTransport, Transport, __version__
 from murmura.observe import JSONLines, Observer, Record
-from murmura.tools.experiments.compare_spec import BASELINE, BLOCK_STEPS, LOCAL, TORCH_DDP, ComparisonSpec
+from murmura.tools.experiments.compare_spec import BASELINE, LOCAL, TORCH_DDP, ComparisonSpec
 from murmura.tools.experiments.loop import Training, TrainingLoop
 from murmura.tools.experiments.machine import Machine
 from murmura.tools.experiments.process_groups import gloo_group, nccl_group
@@ -35,13 +35,14 @@ class Murmura:
         task = task_named(spec.task, spec.seed)
         self.training = Training(transport, task, algorithm, spec.num_steps, spec.device)
         self.records: list[Record] = []
+        self._block_steps = spec.block_steps
         self.consensus_distance = self.training.ddp.consensus_distance
         self.evaluate = self.training.evaluate
         self.close = self.training.close
 
     def run_block(self) -> None:
         with Observer(self.training.ddp, [self.records.append]) as observer:
-            for _ in range(BLOCK_STEPS):
+            for _ in range(self._block_steps):
                 observer.log(loss=self.training.advance())
 
 
@@ -60,10 +61,11 @@ class Torch:
         self.records: list[Record] = []
         self.evaluate = self.training.evaluate
         self._rank = transport.rank
+        self._block_steps = spec.block_steps
         self._sent = {"all_reduce": sum(parameter.nbytes for parameter in model.parameters())}
 
     def run_block(self) -> None:
-        for _ in range(BLOCK_STEPS):
+        for _ in range(self._block_steps):
             began = time.perf_counter()
             loss = self.training.advance()
             wall_ms = (time.perf_counter() - began) * 1000
@@ -165,6 +167,7 @@ def _described(
             "ranks": spec.ranks,
             "algorithm": name,
             "steps": spec.num_steps,
+            "turn_steps": spec.block_steps,
             "transport": transport,
             "device": spec.device,
             "bandwidth": None if is_local else link,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from murmura.algorithms.names import LOCAL_STEPS, PLAIN, algorithm_named
@@ -15,7 +16,10 @@ LOCAL = "local"
 TORCH_DDP = "torch DDP"
 BASELINE = PLAIN
 BLOCK_STEPS = LOCAL_STEPS
-"""Steps of a contestant's turn: a multiple of every algorithm's interval."""
+"""The fewest steps of a contestant's turn, and a divisor of any other number: the interval of names without options."""
+
+MAX_BLOCK_STEPS = 1000
+"""The most steps of a turn: contestants with odd intervals would otherwise train for hours before one is measured."""
 
 MAX_RANKS = 64
 
@@ -28,7 +32,7 @@ class ComparisonSpec:
     algorithms: tuple[str, ...]
     ranks: int
     links: tuple[str, ...]  # rates such as "100mbit", or LOCAL for shared memory; torch's DDP then talks over loopback
-    steps: int  # rounded up to whole blocks
+    steps: int  # rounded up to whole blocks of `block_steps`
     target: float | None = None  # the held-out loss that is raced for; None lets the contestants decide
     seed: int = 0
     device: str = "cpu"  # on "cuda" the ranks, joined by NCCL, share one GPU
@@ -37,11 +41,14 @@ class ComparisonSpec:
         task_named(self.task, self.seed)
         for name in parse_algorithms(self.algorithms):
             check_formula(name)
-            if BLOCK_STEPS % (period := algorithm_named(name).period):
-                raise ConfigError(
-                    f"--algorithms={name!r} communicates every {period} steps, and steps are compared in turns of "
-                    f"{BLOCK_STEPS}. Give an interval that divides {BLOCK_STEPS}."
-                )
+        if self.block_steps > MAX_BLOCK_STEPS:
+            intervals = ", ".join(map(str, sorted(self._periods - {1})))
+            raise ConfigError(
+                f"--algorithms: steps are compared in turns in which every algorithm communicates equally often, and "
+                f"for intervals of {intervals} steps the shortest that is a multiple of {BLOCK_STEPS} has "
+                f"{self.block_steps} steps; at most {MAX_BLOCK_STEPS} are taken. Give intervals that have a smaller "
+                "common multiple, or compare the algorithms one by one."
+            )
         if not 2 <= self.ranks <= MAX_RANKS:
             raise ConfigError(f"ranks={self.ranks}: synchronising is compared with 2 to {MAX_RANKS} ranks.")
         check_device(self.device)
@@ -53,12 +60,21 @@ class ComparisonSpec:
             parse_link(link)
 
     @property
+    def _periods(self) -> set[int]:
+        return {algorithm_named(name).period for name in self.algorithms}
+
+    @property
+    def block_steps(self) -> int:
+        """Steps of a contestant's turn: whole intervals of every algorithm, or one would be timed without exchanges."""
+        return math.lcm(BLOCK_STEPS, *self._periods)
+
+    @property
     def num_blocks(self) -> int:
-        return -(-self.steps // BLOCK_STEPS)
+        return -(-self.steps // self.block_steps)
 
     @property
     def num_steps(self) -> int:
-        return self.num_blocks * BLOCK_STEPS
+        return self.num_blocks * self.block_steps
 
     @property
     def evaluate_every(self) -> int:

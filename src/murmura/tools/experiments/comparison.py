@@ -22,7 +22,7 @@ from murmura.algorithms.base import Parameters
 from murmura.tools import ranks
 from murmura.tools.experiments.breakdown import Breakdown, readable_bytes, slowest_turns
 from murmura.tools.experiments.compare_rank import PROGRESS, compare_as_rank, described, run_path
-from murmura.tools.experiments.compare_spec import BASELINE, BLOCK_STEPS, LOCAL, TORCH_DDP, ComparisonSpec
+from murmura.tools.experiments.compare_spec import BASELINE, LOCAL, TORCH_DDP, ComparisonSpec
 from murmura.tools.experiments.machine import Machine
 from murmura.tools.experiments.runs import Run
 from murmura.tools.lab import Hosts
@@ -46,7 +46,7 @@ class Row:
     contestant: str
     steps_to_target: int | None  # to the first evaluation at or below the target; None if there is none
     seconds_to_target: float | None  # the same in seconds
-    step_ms: float  # of the slowest rank; the median over turns of `BLOCK_STEPS` steps
+    step_ms: float  # of the slowest rank; the median over turns of `spec.block_steps` steps
     compute_ms: float | None  # the part of a step in which a rank does not wait; unknown for torch's DDP
     step_bytes: float  # sent by a rank in a step: as the link counted, else by the operations called
     formula_bytes: float  # the same by the algorithm's formula
@@ -141,19 +141,19 @@ def common_target(runs: Sequence[Run]) -> float:
 
 def row_of(run: Run, target: float, parameters: Parameters) -> Row:
     name, num_ranks = run.settings["algorithm"], run.num_ranks
-    turns = slowest_turns(run.records)
+    turns = slowest_turns(run.records, run.turn_steps)
     reached: int | None = None
     for step, loss in evaluations(run):
         if loss <= target:
             reached = step
             break
     measured = run.result.get("wire_bytes_per_step")
-    by_rank = [Breakdown.of(records, num_ranks) for records in run.records.values()]
+    by_rank = [Breakdown.of(records, num_ranks, turn_steps=run.turn_steps) for records in run.records.values()]
     return Row(
         link=run.settings["bandwidth"] or LOCAL,
         contestant=name,
         steps_to_target=reached,
-        seconds_to_target=None if reached is None else sum(turns[: reached // BLOCK_STEPS]) * BLOCK_STEPS / 1000,
+        seconds_to_target=None if reached is None else sum(turns[: reached // run.turn_steps]) * run.turn_steps / 1000,
         step_ms=statistics.median(turns),
         compute_ms=None if name == TORCH_DDP else statistics.fmean(each.compute_ms for each in by_rank),
         step_bytes=statistics.fmean(each.step_bytes for each in by_rank) if measured is None else measured,

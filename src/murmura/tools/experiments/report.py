@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from murmura.tools.experiments.breakdown import TURN_STEPS, Breakdown, readable_bytes, straggler, wire_bytes
+from murmura.tools.experiments.breakdown import Breakdown, readable_bytes, straggler, wire_bytes
 from murmura.tools.experiments.charts import Axis, Line, LineChart, StackedBars
 from murmura.tools.experiments.runs import Run
 
@@ -175,7 +175,7 @@ def _worth_drawing(points: list[Point]) -> list[Point]:
 
 def _parts(run: Run) -> list[float]:
     """Return the milliseconds of `PARTS`, or the total as an additional part if they were not measured."""
-    step = Breakdown.of_run(run.records, run.num_ranks)
+    step = Breakdown.of_run(run.records, run.num_ranks, run.turn_steps)
     return list(step.parts) if _is_split(run) else [0.0, 0.0, 0.0, step.step_ms]
 
 
@@ -193,7 +193,11 @@ def _short_names(runs: Sequence[Run]) -> list[str]:
 
 
 def _details(run: Run, *, is_open: bool) -> str:
-    ranks = {rank: Breakdown.of(records, run.num_ranks) for rank, records in sorted(run.records.items()) if records}
+    ranks = {
+        rank: Breakdown.of(records, run.num_ranks, turn_steps=run.turn_steps)
+        for rank, records in sorted(run.records.items())
+        if records
+    }
     parts = [_settings(run)]
     if ranks:
         parts += [_rank_table(run, ranks).to_html(), _rank_charts(run, ranks)]
@@ -211,7 +215,7 @@ def _rank_table(run: Run, ranks: dict[int, Breakdown]) -> Table:
         rows.append([f"rank {rank}{' (slowest)' if rank == slow else ''}", *cells, *sent, waits])
     columns = ("", "step ms", "compute", "hidden exchange", "waited", "sent a step", "rate", "waits most for")
     caption = (
-        f"Medians over turns of {TURN_STEPS} steps. Compute and waiting add up to a step; the hidden exchange ran "
+        f"Medians over turns of {run.turn_steps} steps. Compute and waiting add up to a step; the hidden exchange ran "
         "during compute."
     )
     return Table("", columns, rows, caption)

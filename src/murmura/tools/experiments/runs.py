@@ -24,6 +24,7 @@ from murmura.checkpoint.files import make_folder
 from murmura.checkpoint.lock import FolderLock
 from murmura.errors import CheckpointError, ConfigError, MurmuraError
 from murmura.observe import Record, read_records
+from murmura.tools.experiments.breakdown import TURN_STEPS
 from murmura.tools.experiments.machine import Machine
 from murmura.tools.experiments.recipes import configuration
 from murmura.tools.experiments.settings import TrainSettings
@@ -109,6 +110,11 @@ class Run:
     @property
     def num_ranks(self) -> int:
         return int(self.settings["ranks"])
+
+    @property
+    def turn_steps(self) -> int:
+        """The steps over which the times of one figure are averaged."""
+        return int(self.settings.get("turn_steps", TURN_STEPS))
 
     @classmethod
     def read(cls, path: Path) -> Run:
