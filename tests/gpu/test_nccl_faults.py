@@ -40,6 +40,13 @@ class Scenario:
     traced: bool = False
 
 
+def limit(channel: Any) -> None:
+    """Give what is launched from now on its deadline; to start may take longer."""
+    channel.timeout = DEADLINE
+    for each in (*channel._splits, *([channel.inner] if isinstance(channel, TracedTransport) else [])):
+        limit(each)
+
+
 def train_until(transport: Transport, scenario: Scenario) -> dict[str, Any]:
     """The culprit meets with its fault; the others train on, and tell what they saw."""
     transport = TracedTransport(transport) if scenario.traced else transport
@@ -59,8 +66,7 @@ def train_until(transport: Transport, scenario: Scenario) -> dict[str, Any]:
         step()
     torch.cuda.synchronize()
     transport.barrier()
-    channel = ddp._replica.transport
-    (channel.inner if isinstance(channel, TracedTransport) else channel).timeout = DEADLINE  # to start may take longer
+    limit(ddp._replica.transport)
     if transport.rank == culprit:
         if fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -100,7 +100,10 @@ class Transport(Operations, ABC):
         return self.exchange([], [(out, src)], async_op=True, timeout=timeout)
 
     def channel(self, name: str) -> Transport:
-        """The same ranks with an order of their own, so that what runs on it waits for nothing here."""
+        """The same ranks with an order of their own, so that what runs on it waits for nothing here.
+
+        On a GPU all channels have one order on the device, in which every rank must use them; see `host_channel`.
+        """
         self.announce()
         channel = self.split(name)
         assert channel is not None  # every rank is a member
