@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from ddp.models import backward, fill, number, on_ranks, weight
@@ -220,3 +221,18 @@ def test_a_large_model_is_copied_in_parts_to_be_broadcast(monkeypatch: pytest.Mo
         return [float(each.mean()) for each in tensors], sizes
 
     assert on_ranks(run, 2) == [([2.0] * 4, [12, 30, 1])] * 2
+
+
+def test_a_module_that_names_its_state_otherwise_loads_it() -> None:
+    """As torch's checkpoint_wrapper does: the names of its parameters are not those of its state."""
+
+    class Wrapping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = checkpoint_wrapper(nn.Linear(2, 2))
+
+    with closing(DDP(Wrapping())) as ddp:
+        state = {name: torch.ones_like(value) for name, value in ddp.state_dict().items()}
+        assert sorted(state) == ["module.bias", "module.weight"]
+        ddp.load_state_dict(state)
+        assert all((parameter == 1.0).all() for parameter in ddp.parameters())

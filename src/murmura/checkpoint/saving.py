@@ -188,7 +188,7 @@ class Saving:
         """Raise if an exchange has failed on a GPU, perhaps when the state had been read: that is undefined then."""
         failed = self._ddp.transport.first_failed()
         try:
-            if failed is not None:
+            if failed is not None and failed.fails_later:
                 failed.check_usable()
         except TransportError as error:  # the channel of checkpoints goes on: all ranks can hear of it
             raise UsageError(str(error)) from error

@@ -69,6 +69,7 @@ class RoundDriver:
         self._was_late = False  # the last round began with its backward
         self._collects = self._sends_early = False  # the gradients of the running backward; before it ends
         self._loading: nn.Module | None = None  # the outermost module that is loading
+        self.reads_names = False  # the state of the module is read for its names only
         self._module_hooks: list[Any] = []
         self.algorithm = algorithm.reify(self.channel)  # may refuse, so it comes before the hooks
         if verify_every and self._exchanges_weights:
@@ -148,7 +149,8 @@ class RoundDriver:
 
     def before_save(self) -> None:
         """The state of the module is about to be read, to be saved as a rule."""
-        self.settling.refuse_after_failure("reading the state of the module", if_undefined=True)
+        if not self.reads_names:
+            self.settling.refuse_after_failure("reading the state of the module", if_undefined=True)
 
     def before_load(self, module: nn.Module) -> None:
         """`module`, the root or a part, begins to load: what is pending belongs to the weights that are replaced."""
@@ -164,9 +166,8 @@ class RoundDriver:
             self.round.begun = False
 
     def after_state_load(self) -> None:
-        """The algorithm has loaded its state, and may run in another phase than before."""
-        # At once: residuals are by bucket, and a skipped step or a thawed parameter is noticed before a round plans.
-        self.reducer.plan(wanted=self._exchanges_gradients)
+        """The algorithm has loaded its state, perhaps of another phase, with residuals by bucket."""
+        self.reducer.plan(wanted=self._exchanges_gradients)  # before a skipped step or a thawed parameter is noticed
         self.needs_settling = True  # the step of its last round may have been skipped
 
     def take_over(self, root: int, *, whole: bool = True) -> None:

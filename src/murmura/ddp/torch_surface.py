@@ -94,7 +94,11 @@ class TorchSurface(nn.Module, Joinable):
                 "load_state_dict(assign=True) would replace the parameters that DDP keeps together. "
                 "Leave assign out, or load into the module before wrapping it."
             )
-        own = {name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())}
+        self._driver.reads_names = True
+        try:
+            own = self.module.state_dict().keys()
+        finally:
+            self._driver.reads_names = False
         if not any(name in own for name in state_dict) and all(name.startswith("module.") for name in state_dict):
             plain = OrderedDict((name.removeprefix("module."), value) for name, value in state_dict.items())
             if hasattr(state_dict, "_metadata"):  # the versions of the parts, by their names

@@ -11,7 +11,7 @@ import os
 import socket
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -91,6 +91,7 @@ class _Questions:
     def __init__(self, store: Any) -> None:
         self._store = store
         self._executor = SerialExecutor("store")
+        self._pid = os.getpid()  # a forked child has no such thread
         self._overdue: Ticket | None = None  # the last question that was not answered in time
         dismissal = weakref.finalize(self, self._executor.dismiss)
         dismissal.atexit = False  # transports that the program left open still have to say so then
@@ -101,29 +102,41 @@ class _Questions:
 
     def ask(self, question: Callable[[], T]) -> T:
         """The answer to `question`; `StoreSilent` if it does not come, at once where an earlier one is overdue."""
-        if not self.is_silent and self._await(ticket := self._executor.submit("a question", question)):
-            answer: T = ticket.wait()
-            return answer
-        raise StoreSilent(f"the store has not answered for {ANSWER_SECONDS:g} s.")
+        if not self.is_silent and os.getpid() == self._pid:
+            return cast(T, self._result_of(self._executor.submit("a question", question)))
+        raise self._silent()
 
     def tell(self, write: Callable[[], None]) -> None:
         """Do `write`, after those before it; waits no longer than `ask`."""
         was_silent = self.is_silent
         ticket = self._executor.submit("a write", write)
-        if not was_silent and self._await(ticket):
-            ticket.wait()
+        if not was_silent:
+            with contextlib.suppress(StoreSilent):
+                self._result_of(ticket)
 
-    def _await(self, ticket: Ticket) -> bool:
-        if not ticket.await_end(ANSWER_SECONDS):
+    def _result_of(self, ticket: Ticket) -> Any:
+        try:
+            if ticket.await_end(ANSWER_SECONDS):
+                return ticket.wait()
             self._overdue = ticket
-            weakref.finalize(ticket, _end_with_program, weakref.ref(ticket), self._executor, self._store)
-        return ticket.done()
+            weakref.finalize(ticket, _end_with_program, weakref.ref(ticket), self._executor, self._store, self._pid)
+            raise self._silent()
+        except Exception as error:
+            raise error.with_traceback(None)  # noqa: B904  # which holds the ticket, and that the error
+        finally:
+            del ticket
+
+    def _silent(self) -> StoreSilent:
+        return StoreSilent(f"the store has not answered for {ANSWER_SECONDS:g} s.")
 
 
-def _end_with_program(reference: weakref.ref[Ticket], executor: SerialExecutor, store: Any) -> None:
-    """The program ends; if the question is still open, end the wait of the thread in torch (see `program_end`)."""
+def _end_with_program(reference: weakref.ref[Ticket], executor: SerialExecutor, store: Any, pid: int) -> None:
+    """The program ends; if the question is still open, end the wait of the thread in torch (see `program_end`).
+
+    A forked child leaves that to its parent, whose connections it shares.
+    """
     ticket = reference()
-    if ticket is not None and not ticket.done():
+    if ticket is not None and not ticket.done() and os.getpid() == pid:
         _hang_up(store)
         executor.submit("the end", lambda: None).await_end(END_SECONDS)
 
@@ -133,7 +146,7 @@ def _hang_up(store: Any) -> None:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     port = getattr(store, "port", None)
-    for name in os.listdir("/dev/fd") if port else ():
+    for name in os.listdir("/dev/fd") if port and os.path.isdir("/dev/fd") else ():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
             address = connection.getpeername()
             if isinstance(address, tuple) and address[1] == port:

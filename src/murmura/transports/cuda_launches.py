@@ -188,13 +188,14 @@ class CudaLaunches:
 
     def run(self, what: str, work: Callable[[], Any]) -> Ticket:
         """Run `work`, which launches operations, at once: the ticket has ended when this returns."""
-        before, self.order.job = self.order.job, what
+        order = self.order  # which another thread may exchange meanwhile
+        before, order.job = order.job, what
         try:
             return EndedTicket(what, work())
         except BaseException as error:  # carried to whoever waits for the ticket
             return EndedTicket(what, error=error)
         finally:
-            self.order.job = before
+            order.job = before
 
     def named(self, operation: str) -> str:
         """`operation`, and what it is for."""

@@ -84,11 +84,15 @@ class Endpoint:
             return
         self.closed = True
         with contextlib.ExitStack() as steps:  # from the last to the first, each of them whatever another raises
-            steps.callback(self.release)
+            steps.callback(self._release)
             steps.callback(self._executor.close)
             steps.callback(self.on_close)
             for split in list(self._splits):
                 steps.callback(split.close)
+
+    def _release(self) -> None:
+        if not self._executor.is_running:  # its thread, if an interrupt has ended the wait for it, needs what is held
+            self.release()
 
     def abort(self, error: BaseException) -> None:
         """Poison the transport because of `error`, so that peers learn the cause before `close` ends it."""

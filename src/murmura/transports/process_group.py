@@ -126,7 +126,7 @@ class ProcessGroupTransport(LaunchingTransport):
         except RendezvousError as error:
             if world_ranks is None or not error.missing:
                 raise
-            missing = [world_ranks.index(each) for each in error.missing]  # they had come to the world: late
+            missing = [place for place, each in enumerate(world_ranks) if each in error.missing]  # of the world: late
             raise reporter.timed_out(missing, "the rendezvous", began.waited) from error
         group, group_store = build_group(roster, world_size, kind, timeout, reporter, watch)
         transport = cls(group, check=check, timeout=timeout, roster=roster, name=name)

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from murmura.errors import MurmuraError, RendezvousError
-from murmura.transports.bounded_store import SILENCE, BoundedStore, part_of
+from murmura.transports.bounded_store import SILENCE, BoundedStore, StoreSilent, part_of
 from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.host import host_identity, number_hosts, pid_namespace
 from murmura.transports.liveness import Liveness
@@ -308,9 +308,11 @@ class _Rendezvous:
         return entries if len(entries) == self._world_size else None
 
     def _get(self, key: str) -> bytes | None:
-        """None if there is nothing, or nothing that a rank of this job has written."""
+        """None if there is nothing, or nothing that a rank of this job has written, or nothing that comes in time."""
         try:
             return bytes(self._store.get(key)) if self._store.check([key]) else None
+        except StoreSilent:
+            return None
         except RendezvousError:
             self._unreadable.setdefault(key, time.monotonic())
             return None

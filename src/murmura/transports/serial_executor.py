@@ -112,6 +112,11 @@ class SerialExecutor:
         """Whether nothing is queued, so that a synchronous call may run inline."""
         return self._num_submitted == self._num_finished
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the communication thread lives."""
+        return self._thread is not None and self._thread.is_alive()
+
     def in_thread(self) -> bool:
         """Whether the caller is the communication thread, which must never spin: it would hold the GIL."""
         return threading.current_thread() is self._thread

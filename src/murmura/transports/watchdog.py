@@ -14,7 +14,7 @@ import torch
 log = logging.getLogger("murmura")
 
 LOOK_SECONDS = 0.1  # between two looks
-IDLE_LOOKS = 50  # in a row that find nothing pending, after which the thread sleeps until something is launched
+IDLE_LOOKS = 50  # without a launch between them, after which the thread sleeps until something is launched
 END_SECONDS = 10.0  # for the look under way to end, when the last channel is closed
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -70,6 +70,7 @@ class Watchdog:
                     args = (weakref.ref(self), self._device, self._awake, self._ended)
                     self._thread = threading.Thread(target=_look_after, args=args, name="murmura-watchdog", daemon=True)
                     self._thread.start()
+        self._num_idle_looks = 0
         if not self._awake.is_set():
             self._awake.set()
 

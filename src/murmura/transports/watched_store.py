@@ -6,6 +6,7 @@ of this process reaches the store.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
+
+from murmura.transports.bounded_store import StoreSilent
 
 Watch: TypeAlias = Callable[[], Exception | None]
 """Looks whether a rank that is waited for has died or failed; returns the error to raise."""
@@ -104,12 +107,22 @@ class WatchedStore(_Base):  # type: ignore[misc]
         self._inner.set(key, value)
 
     def get(self, key: str) -> bytes:
-        self.wait([key])
-        return bytes(self._inner.get(key))
+        found: list[bytes] = []
+
+        def look() -> bool:
+            with contextlib.suppress(StoreSilent):  # it is slow: asked again, until the time is up
+                if self.check([key]):
+                    found.append(bytes(self._inner.get(key)))
+            return bool(found)
+
+        self._wait_until(look, [key], self._timeout)
+        return found[0]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        seconds = self._timeout if timeout is None else timeout.total_seconds()
-        if not poll(lambda: self.check(keys), seconds, self.watch):
+        self._wait_until(lambda: self.check(keys), keys, self._timeout if timeout is None else timeout.total_seconds())
+
+    def _wait_until(self, is_over: Callable[[], bool], keys: Sequence[str], seconds: float) -> None:
+        if not poll(is_over, seconds, self.watch):
             raise TimeoutError(f"nobody said {', '.join(keys)} in the store for {seconds:.1f} s.")
 
     def check(self, keys: Sequence[str]) -> bool:

@@ -27,7 +27,7 @@ from murmura.transports.process_group import ProcessGroupTransport
 from murmura.transports.rendezvous import Roster, Store, sign_in, under
 from murmura.transports.shared_memory import SharedMemoryTransport
 from murmura.transports.tagged_messages import TaggedMessages
-from murmura.transports.watched_store import Watch, nobody, poll
+from murmura.transports.watched_store import Watch, WatchedStore, nobody
 
 
 class World:
@@ -133,14 +133,12 @@ def _shared_world(roster: Roster, world_size: int, timeout: float, watch: Watch)
 
 def _tell_all(roster: Roster, key: str, text: str, world_size: int, timeout: float, watch: Watch) -> list[str]:
     """Every rank's `text`, by the store."""
-    store: Any = roster.store
+    store = WatchedStore(roster.store, timeout, watch)
     store.set(f"{key}/{roster.rank}", text or "-")
     told = []
     for peer in range(world_size):
         try:
-            if not poll(functools.partial(store.check, [f"{key}/{peer}"]), timeout, watch):
-                raise TimeoutError(f"it took more than {timeout:g} s.")
-            told.append(bytes(store.get(f"{key}/{peer}")).decode().removeprefix("-"))
+            told.append(store.get(f"{key}/{peer}").decode().removeprefix("-"))
         except (dist.DistError, TimeoutError) as error:
             raise RendezvousError(
                 f"rank {roster.world_ranks[roster.rank]} lost rank {roster.world_ranks[peer]} while the process group "
