@@ -79,7 +79,7 @@ def test_every_rank_gives_up_on_a_stopped_rank_at_its_deadline(payload, moment, 
             _expect_timeout(report, CULPRIT)
 
 
-@pytest.mark.parametrize("moment", ["be_absent", "go_on"])
+@pytest.mark.parametrize("moment", ["be_absent", pytest.param("go_on", marks=pytest.mark.slow)])
 def test_every_rank_gives_up_at_its_deadline_also_on_the_rank_that_serves_the_store(moment):
     with GlooWorld(3, reduce_until, "prepared", moment, 0, timeout=TIMEOUT, served=True) as world:
         world.await_word("ready", 1, 2)

@@ -141,7 +141,7 @@ class _Program:
     ("how", "number"),
     [
         ("reducing", signal.SIGKILL),
-        ("waiting", signal.SIGKILL),
+        pytest.param("waiting", signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param("waiting", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from murmura.errors import MurmuraError, TransportError
+from murmura.errors import MurmuraError, PeerLost, TransportError
 from murmura.launch.outcomes import Outcome, as_raised, collect, failed, unfinished
 from murmura.launch.root_cause import root_cause
 from murmura.transports.error_reporter import ExitNotice
@@ -64,8 +64,12 @@ def run_threads(
     if failure is not None:
         assert failure.error is not None
         culprit, notice = failure.rank, ExitNotice.of(failure.error, failure.rank)
-        _cancel(transports, lambda rank: None if rank == culprit else notice.as_error(rank, culprit, ""))
+        # A rank that was lost may be about to raise the cause: a thread beside its training has failed.
+        spared = culprit, failure.error.peer if isinstance(failure.error, PeerLost) else None
+        _cancel(transports, lambda rank: None if rank in spared else notice.as_error(rank, culprit, ""))
         collect(receive, outcomes, world_size, min(timeout, GRACE_SECONDS), all_of_them=True)
+        ended_ranks = {outcome.rank for outcome in outcomes}
+        _cancel(transports, lambda rank: None if rank in ended_ranks else notice.as_error(rank, culprit, ""))
         failure = root_cause(failed(outcomes))
         assert failure is not None
         raise as_raised(failure, world_size)
