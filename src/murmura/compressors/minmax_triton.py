@@ -21,6 +21,7 @@ LONGEST_BLOCK = 2**14  # a longer one does not fit into the registers of one pro
 LONGEST_TILE = 2**10
 ENCODED_PER_WARP, DECODED_PER_WARP = 2**10, 2**9  # elements; the fastest of those that were tried on an H200
 PAIRS_TILE = 2**10  # elements that a program takes if blocks are shorter, as those of four bits are
+LONGEST_SPAN = tl.constexpr(2**6)  # elements, which a few threads load in vectors
 
 LIFT, TINY, SINK = tl.constexpr(plain.LIFT), tl.constexpr(plain.TINY), tl.constexpr(plain.SINK)
 ROUND_UP, DROPPED_BITS = tl.constexpr(plain.ROUND_UP), tl.constexpr(plain.DROPPED_BITS)
@@ -182,36 +183,44 @@ def _encode_pairs(
 ):
     """A program encodes `height` blocks of `block` elements, each in a row of `width`; those there are, if `is_masked`.
 
-    `block` is even, unless there is one block only.
+    `block` is even, unless there is one block only. Rows are cut into spans: so few threads share a row, and the grid
+    of a block, which each of them computes, costs little.
     """
+    span: tl.constexpr = min(width, LONGEST_SPAN)
     first = tl.program_id(0).to(tl.int64) * height
     values += first * block
     pairs += first * (block // 2)
     headers += 2 * first
-    row = tl.arange(0, height)
-    column, byte = tl.arange(0, width)[None, :], tl.arange(0, width // 2)[None, :]
     left = numel - first * block
-    places = row[:, None] * block + column
+    row = tl.arange(0, height)
+    row_here, start = row[:, None, None], tl.arange(0, width // span)[None, :, None] * span
+    column, byte = tl.arange(0, span)[None, None, :], tl.arange(0, span // 2)[None, None, :]
+    places = row_here * block + start + column
     if is_masked:
-        is_there = (column < block) & (places < left)
+        is_there = (start + column < block) & (places < left)
         x = tl.load(values + places, mask=is_there, other=0.0).to(dtype)
-        low = tl.reduce(tl.where(is_there, x, INFINITY), 1, _lower)
-        high = tl.reduce(tl.where(is_there, x, -INFINITY), 1, _higher)
+        low, high = tl.where(is_there, x, INFINITY), tl.where(is_there, x, -INFINITY)
     else:
         x = tl.load(values + places).to(dtype)
-        low = tl.reduce(x, 1, _lower)
-        high = tl.reduce(x, 1, _higher)
+        low, high = x, x
+    low = tl.reduce(tl.reduce(low, 1, _lower), 1, _lower)
+    high = tl.reduce(tl.reduce(high, 1, _higher), 1, _higher)
     base, step, anchor, lift, inverse, zero, is_finite = _grid(low, high, 15, dtype, integer, few_bits, smallest_lifted)
     shift = zero + tl.full((), magic, dtype)
-    code = (x - anchor[:, None]) * lift[:, None] * inverse[:, None] + shift[:, None]
-    code = tl.where(is_finite[:, None], code.to(integer, bitcast=True) & 0xF, 0).to(tl.uint8)
+    if tl.min((is_finite & (lift == 1)).to(tl.int32), 0):  # as a rule: spares two instructions an element
+        code = (x - _of_rows(anchor)) * _of_rows(inverse) + _of_rows(shift)
+    else:
+        code = (x - _of_rows(anchor)) * _of_rows(lift) * _of_rows(inverse) + _of_rows(shift)
+        code = tl.where(_of_rows(is_finite), code, magic)
+    code = (code.to(integer, bitcast=True) & 0xF).to(tl.uint8)
     if is_masked:
         code = tl.where(is_there, code, 0).to(tl.uint8)
-    even, odd = tl.split(tl.reshape(code, (height, width // 2, 2)))
+    even, odd = tl.split(tl.reshape(code, (height, width // span, span // 2, 2)))
     packed = even | (odd << 4)
-    targets = pairs + row[:, None] * (block // 2) + byte
+    targets = pairs + row_here * (block // 2) + start // 2 + byte
     if is_masked:
-        tl.store(targets, packed, mask=(2 * byte < block) & (row[:, None] * block + 2 * byte < left))
+        is_byte = (start + 2 * byte < block) & (row_here * block + start + 2 * byte < left)
+        tl.store(targets, packed, mask=is_byte)
         is_block = row * block < left
         tl.store(headers + 2 * row, base, mask=is_block)
         tl.store(headers + 2 * row + 1, step, mask=is_block)
@@ -219,6 +228,11 @@ def _encode_pairs(
         tl.store(targets, packed)
         tl.store(headers + 2 * row, base)
         tl.store(headers + 2 * row + 1, step)
+
+
+@triton.jit
+def _of_rows(each):
+    return each[:, None, None]
 
 
 @triton.jit
