@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fake_gpu import DEVICE, GPU, FakeEvent, FakeStream, Owner
-from murmura import ErrorFeedback, InProcessTransport, MinMaxUInt8, ProcessGroupTransport
+from murmura import DDP, ErrorFeedback, InProcessTransport, MinMaxUInt8, ProcessGroupTransport
 from murmura.ddp.tail import Tail
 from murmura.errors import PeerTimeout, UsageError
 from murmura.transports import cuda_launches, group_operations, own_groups, watchdog
@@ -297,6 +297,33 @@ def own_transport(folder: Path) -> ProcessGroupTransport:
     transport = ProcessGroupTransport.join(file_store(str(folder / "store"), 1), 0, 1, timeout=20.0)
     transport.launches = CudaLaunches(transport, DEVICE)
     return transport
+
+
+@pytest.mark.parametrize("where", ["channel", "split"])
+def test_a_state_that_an_exchange_under_way_may_spoil_is_waited_for(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch, where: str, tmp_path: Path
+) -> None:
+    """The copies to the host would end with the exchange that is broken off, and a file hold what it left."""
+    with own_transport(tmp_path) as transport:
+        ddp = DDP(torch.nn.Linear(2, 2), transport)
+        channel: Any = ddp._replica.transport
+        split = channel.split("average")
+        for each in (channel, split):
+            each.launches = CudaLaunches(each, DEVICE)
+        failing = channel if where == "channel" else split
+        launch(failing.launches)
+        reader = threading.current_thread()
+
+        def query(event: FakeEvent) -> bool:
+            if threading.current_thread() is reader:  # what is broken off looks as if it had ended
+                failing.give_up(PeerTimeout("rank 1 has not come", rank=0, peer=1))
+                return True
+            return False
+
+        monkeypatch.setattr(FakeEvent, "query", query)
+        with pytest.raises(PeerTimeout, match="rank 1 has not come"):
+            ddp.state_dict()
+        ddp.close()
 
 
 def test_peers_hear_that_a_rank_left_when_its_gpu_has_begun_what_they_wait_for(

@@ -1,7 +1,8 @@
 """The kernels that take many parts at once, in Triton's interpreter, which needs no GPU: the bits of the CPU.
 
-Run by test_few_bits.py in a process of its own, for Triton decides when it is imported whether it interprets:
-``TRITON_INTERPRET=1 python -m contracts.interpreted_kernels`` in the folder of the tests.
+Run by test_parts.py in a process of its own, for Triton decides when it is imported whether it interprets:
+``TRITON_INTERPRET=1 python -m contracts.interpreted_kernels`` in the folder of the tests. The interpreter of Triton 3.6
+needs NumPy below 2.4.
 """
 
 from __future__ import annotations
