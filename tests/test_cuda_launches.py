@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fake_gpu import DEVICE, GPU, FakeEvent, FakeStream, Owner
 from murmura import DDP, ErrorFeedback, InProcessTransport, MinMaxUInt8, ProcessGroupTransport
+from murmura.algorithms.background_exchange import BackgroundExchanges
 from murmura.ddp.tail import Tail
 from murmura.errors import PeerTimeout, UsageError
 from murmura.transports import cuda_launches, group_operations, own_groups, watchdog
@@ -102,8 +103,16 @@ def test_closing_does_not_wait_for_ever_for_what_never_begins(gpu: GPU) -> None:
     assert "all_reduce #1" in str(owners[0].failure)
     second.drain()  # on the same device, so that it need not be waited for
     assert "all_reduce #2" in str(owners[1].failure)
-    first.close()
-    second.close()
+    gpu.training.done()  # the kernel has ended after all
+    third = CudaLaunches(later := Owner(), DEVICE)
+    launch(third, "all_reduce #3", limit=60.0)
+    timer = threading.Timer(0.1, gpu.training.done)
+    timer.start()
+    third.drain()
+    assert later.failure is None
+    timer.join()
+    for each in (first, second, third):
+        each.close()
 
 
 def test_closing_waits_for_what_has_begun_and_for_what_is_behind_it(gpu: GPU) -> None:
@@ -151,6 +160,25 @@ def test_a_ticket_makes_the_stream_wait_and_not_the_host(gpu: GPU) -> None:
     side.done()
     assert ticket.done()
     ticket.wait(5.0)
+    launches.close()
+
+
+def test_memory_of_a_tensor_is_not_used_again_before_the_other_stream_is_done_with_it(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
+    launches, given, made = CudaLaunches(Owner(), DEVICE), torch.ones(2), torch.ones(3)
+    ticket = launches.run_beside("all_gather", lambda: [made], [given])
+    side = launches.order.stream
+    assert [(tensor is given, stream is side) for tensor, stream in recorded] == [(True, True)]
+    ticket.wait()
+    assert [(tensor is made, stream is gpu.training) for tensor, stream in recorded[1:]] == [(True, True)]
+    with InProcessTransport.create_group(1)[0] as transport:
+        monkeypatch.setattr(transport, "communication_stream", lambda device: side)
+        BackgroundExchanges(transport).start("bucket 0", [given], lambda: None)._ticket.wait()
+    assert [(tensor is given, stream is side) for tensor, stream in recorded[2:]] == [(True, True)]
     launches.close()
 
 
