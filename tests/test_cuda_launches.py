@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fake_gpu import DEVICE, GPU, FakeEvent, FakeStream, Owner
-from murmura import ErrorFeedback, InProcessTransport, MinMaxUInt8, ProcessGroupTransport
+from murmura import DDP, ErrorFeedback, InProcessTransport, MinMaxUInt8, ProcessGroupTransport
+from murmura.algorithms.background_exchange import BackgroundExchanges
 from murmura.ddp.tail import Tail
 from murmura.errors import PeerTimeout, UsageError
 from murmura.transports import cuda_launches, group_operations, own_groups, watchdog
@@ -102,8 +103,16 @@ def test_closing_does_not_wait_for_ever_for_what_never_begins(gpu: GPU) -> None:
     assert "all_reduce #1" in str(owners[0].failure)
     second.drain()  # on the same device, so that it need not be waited for
     assert "all_reduce #2" in str(owners[1].failure)
-    first.close()
-    second.close()
+    gpu.training.done()  # the kernel has ended after all
+    third = CudaLaunches(later := Owner(), DEVICE)
+    launch(third, "all_reduce #3", limit=60.0)
+    timer = threading.Timer(0.1, gpu.training.done)
+    timer.start()
+    third.drain()
+    assert later.failure is None
+    timer.join()
+    for each in (first, second, third):
+        each.close()
 
 
 def test_closing_waits_for_what_has_begun_and_for_what_is_behind_it(gpu: GPU) -> None:
@@ -151,6 +160,25 @@ def test_a_ticket_makes_the_stream_wait_and_not_the_host(gpu: GPU) -> None:
     side.done()
     assert ticket.done()
     ticket.wait(5.0)
+    launches.close()
+
+
+def test_memory_of_a_tensor_is_not_used_again_before_the_other_stream_is_done_with_it(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
+    launches, given, made = CudaLaunches(Owner(), DEVICE), torch.ones(2), torch.ones(3)
+    ticket = launches.run_beside("all_gather", lambda: [made], [given])
+    side = launches.order.stream
+    assert [(tensor is given, stream is side) for tensor, stream in recorded] == [(True, True)]
+    ticket.wait()
+    assert [(tensor is made, stream is gpu.training) for tensor, stream in recorded[1:]] == [(True, True)]
+    with InProcessTransport.create_group(1)[0] as transport:
+        monkeypatch.setattr(transport, "communication_stream", lambda device: side)
+        BackgroundExchanges(transport).start("bucket 0", [given], lambda: None)._ticket.wait()
+    assert [(tensor is given, stream is side) for tensor, stream in recorded[2:]] == [(True, True)]
     launches.close()
 
 
@@ -297,6 +325,33 @@ def own_transport(folder: Path) -> ProcessGroupTransport:
     transport = ProcessGroupTransport.join(file_store(str(folder / "store"), 1), 0, 1, timeout=20.0)
     transport.launches = CudaLaunches(transport, DEVICE)
     return transport
+
+
+@pytest.mark.parametrize("where", ["channel", "split"])
+def test_a_state_that_an_exchange_under_way_may_spoil_is_waited_for(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch, where: str, tmp_path: Path
+) -> None:
+    """The copies to the host would end with the exchange that is broken off, and a file hold what it left."""
+    with own_transport(tmp_path) as transport:
+        ddp = DDP(torch.nn.Linear(2, 2), transport)
+        channel: Any = ddp._replica.transport
+        split = channel.split("average")
+        for each in (channel, split):
+            each.launches = CudaLaunches(each, DEVICE)
+        failing = channel if where == "channel" else split
+        launch(failing.launches)
+        reader = threading.current_thread()
+
+        def query(event: FakeEvent) -> bool:
+            if threading.current_thread() is reader:  # what is broken off looks as if it had ended
+                failing.give_up(PeerTimeout("rank 1 has not come", rank=0, peer=1))
+                return True
+            return False
+
+        monkeypatch.setattr(FakeEvent, "query", query)
+        with pytest.raises(PeerTimeout, match="rank 1 has not come"):
+            ddp.state_dict()
+        ddp.close()
 
 
 def test_peers_hear_that_a_rank_left_when_its_gpu_has_begun_what_they_wait_for(

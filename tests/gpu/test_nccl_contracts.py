@@ -1,4 +1,4 @@
-"""The contract suites of transports on NCCL, with 2, 3 and 4 ranks on one GPU.
+"""A part of the contract suites of transports on NCCL, with 2, 3 and 4 ranks on one GPU.
 
 Tensors in host memory pass through the GPU there; `test_nccl_collectives.py` asks the same of CUDA tensors. A case for
 another number of ranks is skipped.

@@ -47,9 +47,13 @@ class Settling:
     def refuse_after_failure(self, what: str, *, if_undefined: bool = False) -> None:
         """Raise if an exchange has failed; `if_undefined` only if that was after its launch on a GPU.
 
-        Then all results since the launch are undefined. Otherwise they may still be saved.
+        Then all results since the launch are undefined. Otherwise they may still be saved. What is under way on a GPU
+        is waited for then: it could fail when the state has been handed out, and before it is copied to the host.
         """
-        failed = self._replica.transport.first_failed()  # algorithms exchange on channels of their own
+        transport = self._replica.transport
+        if if_undefined:
+            transport.await_current_stream()
+        failed = transport.first_failed()  # algorithms exchange on channels of their own
         if failed is not None and (failed.fails_later or not if_undefined):
             failed.check_usable(what)
 
