@@ -16,8 +16,9 @@ import torch.distributed as dist
 from fake_gpu import DEVICE, GPU, FakeEvent, FakeStream, Owner
 from murmura import DDP, ErrorFeedback, InProcessTransport, MinMaxUInt8, ProcessGroupTransport
 from murmura.algorithms.background_exchange import BackgroundExchanges
+from murmura.ddp import replica_checks
 from murmura.ddp.tail import Tail
-from murmura.errors import PeerTimeout, UsageError
+from murmura.errors import ConfigError, PeerTimeout, UsageError
 from murmura.transports import cuda_launches, group_operations, own_groups, watchdog
 from murmura.transports.cuda_launches import CudaLaunches
 from murmura.transports.rendezvous import file_store
@@ -352,6 +353,37 @@ def test_a_state_that_an_exchange_under_way_may_spoil_is_waited_for(
         with pytest.raises(PeerTimeout, match="rank 1 has not come"):
             ddp.state_dict()
         ddp.close()
+
+
+def test_a_failure_that_no_call_has_raised_is_raised_by_close(gpu: GPU, tmp_path: Path) -> None:
+    """A program whose last round fails would end well on weights that are undefined."""
+    with own_transport(tmp_path) as transport:
+        ddp = DDP(torch.nn.Linear(2, 2), transport)
+        channel: Any = ddp._replica.transport
+        channel.launches = CudaLaunches(channel, DEVICE)
+        channel.give_up(PeerTimeout("rank 1 has not come", rank=0, peer=1))
+        with pytest.raises(PeerTimeout, match="rank 1 has not come"):
+            ddp.close()
+        assert channel.closed
+        ddp.close()  # it has been told
+
+
+def test_tensors_on_another_gpu_than_that_of_the_rank_are_refused(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No watchdog would see an operation on them, and it would be in no order with the others."""
+    elsewhere = torch.device("cuda", 1)
+    model, tensor = torch.nn.Linear(2, 2), torch.ones(2)
+    with own_transport(tmp_path) as transport:
+        transport.device = DEVICE
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        monkeypatch.setattr(torch.Tensor, "device", elsewhere)
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: elsewhere.index)
+        with pytest.raises(UsageError, match=r"is on cuda:1, and this transport works on cuda:0"):
+            transport.all_reduce(tensor)
+        assert not transport.failed
+        with pytest.raises(ConfigError, match=r"'weight' is on cuda:1.*model\.to\('cuda:0'\)"):
+            replica_checks.check_on_one_gpu(transport, dict(model.named_parameters()))
 
 
 def test_peers_hear_that_a_rank_left_when_its_gpu_has_begun_what_they_wait_for(

@@ -75,6 +75,17 @@ class Settling:
         settling.join(CLOSE_SECONDS)
         return False
 
+    def raise_unheard(self) -> None:
+        """Raise, at the end of closing, the failure of an exchange that no call has raised; not beside another error.
+
+        It came after the exchange had been launched on a GPU. A program would end well on weights that are undefined.
+        """
+        failed = self._replica.transport.first_failed()
+        if failed is None or sys.exc_info()[0] is not None:
+            return
+        if isinstance(failed.failure, MurmuraError) and failed.failure.is_unheard:
+            failed.check_usable("close()")
+
     def broadcast_pending_buffers(self) -> None:
         """Take over the buffers of rank 0, or in a join of one that has data, if that is pending."""
         if self.buffers_pending:
