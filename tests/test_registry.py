@@ -276,6 +276,8 @@ def test_an_installed_package_announces_algorithms() -> None:
     with pytest.raises(ConfigError, match="'broken' is announced as 'outside_murmura:Missing', which cannot be loaded"):
         algorithm_named("broken")
     assert parse_algorithms("nothing") == ("nothing",)
+    assert "rare" in parse_algorithms("all")
+    assert {"nothing", "broken"}.isdisjoint(parse_algorithms("all"))  # nobody asked for them
     refused = CliRunner().invoke(app, ["compare", "--algorithms", "nothing"])
     assert "Define `bytes_per_round` in Nothing" in refused.stderr
 

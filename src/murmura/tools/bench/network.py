@@ -54,11 +54,8 @@ POLL_SECONDS = 0.02
 HEADER_BYTES = 14 + 20 + 32  # of a packet: Ethernet, IPv4, TCP with time stamps
 
 
-# Every algorithm by name, and plain all-reduce with the compressors that shrink gradients the most.
-CONTESTANTS = (
-    *algorithm_names(),
-    *(f"gradient_allreduce:compressor={name}" for name in ("uint4", "sign", "topk")),
-)
+# Plain all-reduce with the compressors that shrink gradients the most.
+FEW_BYTES = tuple(f"gradient_allreduce:compressor={name}" for name in ("uint4", "sign", "topk"))
 
 # Much to send (10.01 million parameters) and little to compute: few rows a rank, and an optimizer without state.
 MODEL = MLP(batch=4, layers=10, width=1000, momentum=0.0)
@@ -70,7 +67,7 @@ class NetworkSpec:
 
     hosts: int = 4  # how many are simulated; each holds one rank
     rates: tuple[str, ...] = ("100mbit", "1gbit")  # of every host's link, in both directions, one measurement each
-    algorithms: tuple[str, ...] = CONTESTANTS  # by name, who is measured
+    algorithms: tuple[str, ...] = (*algorithm_names(), *FEW_BYTES)  # by name, who is measured
     against: tuple[str, ...] = TORCHS  # which forms of torch's DDP are measured beside them
     seconds: float = 120.0  # for each rate, all contestants together; `MIN_ROUNDS` are measured in any case
     model: MLP = MODEL  # what they train
