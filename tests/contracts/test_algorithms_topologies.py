@@ -191,6 +191,28 @@ def test_push_sum_reaches_the_mean_where_plain_averages_are_biased() -> None:
     assert float((plain[0] - mean).abs().max()) > 0.01
 
 
+def test_a_parameter_that_is_thawed_has_its_rank_s_share_in_push_sum() -> None:
+    """It was equal on all ranks, and nobody moves it: so it stays, whatever weights the ranks have by then."""
+
+    def visit(transport: Transport) -> tuple[Tensor, Tensor, float]:
+        task = standing_still()
+        model = task.make_model()
+        thawed = next(iter(model.parameters()))
+        thawed.requires_grad_(False)
+        before = thawed.clone()
+        ddp = DDP(model, transport, algorithm=PushSumAlgorithm(lopsided))
+        optimizer = task.make_optimizer(model.parameters())
+        for number in range(4):
+            thawed.requires_grad_(number >= 2)
+            step(ddp, optimizer, task, number, transport.rank)
+        ddp.close()
+        return thawed.detach(), before, ddp.algorithm.weight_in_mean
+
+    found = run_world(visit, 4, timeout=SECONDS)
+    assert len({weight for _, _, weight in found}) > 1
+    assert all(torch.allclose(after, before, rtol=0, atol=1e-12) for after, before, _ in found)
+
+
 def test_other_algorithms_begin_from_the_mean_of_push_sum() -> None:
     def visit(transport: Transport) -> tuple[Tensor, Tensor, float]:
         task = regression("sgd")
