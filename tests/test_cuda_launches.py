@@ -13,26 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fake_gpu import DEVICE, GPU, FakeEvent, FakeStream, Owner
+from fake_gpu import DEVICE, GPU, FakeEvent, FakeStream, Owner, launch
 from murmura import DDP, ErrorFeedback, InProcessTransport, MinMaxUInt8, ProcessGroupTransport
 from murmura.algorithms.background_exchange import BackgroundExchanges
 from murmura.ddp import replica_checks
 from murmura.ddp.tail import Tail
 from murmura.errors import ConfigError, PeerTimeout, UsageError
-from murmura.transports import cuda_launches, group_operations, own_groups, watchdog
+from murmura.transports import group_operations, own_groups
 from murmura.transports.cuda_launches import CudaLaunches
 from murmura.transports.rendezvous import file_store
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> GPU:
-    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(cuda_launches, "SUSPECT_SECONDS", 0.02)
     return GPU(monkeypatch)
-
-
-def launch(launches: CudaLaunches, operation: str = "all_reduce #1", limit: float = 60.0) -> None:
-    launches.launch(lambda _: None, operation, "all_reduce(sum) of float32[3]", [1], limit)
 
 
 def test_an_operation_whose_launch_is_refused_leaves_nothing_to_watch(gpu: GPU) -> None:

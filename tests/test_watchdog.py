@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from fake_gpu import DEVICE, GPU, FakeEvent, Owner
+from fake_gpu import DEVICE, GPU, FakeEvent, Owner, launch
 from murmura.errors import PeerTimeout
-from murmura.transports import cuda_launches, watchdog
+from murmura.transports import watchdog
 from murmura.transports.cuda_launches import CudaLaunches, Launch
 from murmura.transports.error_reporter import Reporter
 from murmura.transports.failure_log import FailureLog
@@ -20,13 +20,7 @@ from murmura.transports.liveness import Liveness
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> GPU:
-    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(cuda_launches, "SUSPECT_SECONDS", 0.02)
     return GPU(monkeypatch)
-
-
-def launch(launches: CudaLaunches, operation: str = "all_reduce #1", limit: float = 60.0) -> None:
-    launches.launch(lambda _: None, operation, "all_reduce(sum) of float32[3]", [1], limit)
 
 
 def test_an_operation_that_does_not_end_is_given_up_at_its_deadline(gpu: GPU) -> None:
