@@ -18,10 +18,14 @@ from murmura import DDP, ErrorFeedback, InProcessTransport, MinMaxUInt8, Process
 from murmura.algorithms.background_exchange import BackgroundExchanges
 from murmura.ddp import replica_checks
 from murmura.ddp.tail import Tail
-from murmura.errors import ConfigError, PeerTimeout, UsageError
+from murmura.errors import ConfigError, PeerLost, PeerTimeout, UsageError
 from murmura.transports import group_operations, own_groups
-from murmura.transports.cuda_launches import CudaLaunches
+from murmura.transports.cuda_launches import LEFT_SECONDS, CudaLaunches
+from murmura.transports.error_reporter import Reporter
+from murmura.transports.group_operations import MEAN
+from murmura.transports.launching import UNDEFINED
 from murmura.transports.rendezvous import file_store
+from murmura.types import ReduceOp
 
 
 @pytest.fixture
@@ -74,6 +78,21 @@ def test_the_bytes_of_a_single_element_of_a_column() -> None:
     column = torch.arange(6.0).view(3, 2)[:, 1]
     for part in column.split(1):
         assert torch.equal(group_operations.raw(part).view(torch.float32), part)
+
+
+def test_parts_side_by_side_are_one_tensor_if_they_share_its_memory() -> None:
+    whole = torch.arange(6.0)
+    assert torch.equal(group_operations.side_by_side(whole.split(2)), whole)
+    assert group_operations.side_by_side([whole[2:4], whole[:2]]) is None
+    memory = bytearray(16)
+    apart = [torch.frombuffer(memory, dtype=torch.float32, count=2, offset=each) for each in (0, 8)]
+    assert group_operations.side_by_side(apart) is None  # a view of the one does not reach the other
+
+
+def test_a_mean_on_a_gpu_is_nccl_s_own_where_it_has_the_bits_of_a_sum_that_is_divided() -> None:
+    own = [size for size in range(1, 10) if group_operations.native_op(ReduceOp.MEAN, size, on_cuda=True) == MEAN]
+    assert own == [1, 2, 4, 8]
+    assert group_operations.native_op(ReduceOp.MEAN, 2, on_cuda=False) == dist.ReduceOp.SUM
 
 
 def test_what_is_done_is_forgotten(gpu: GPU) -> None:
@@ -424,3 +443,27 @@ def test_a_transport_whose_gpu_has_failed_is_closed_all_the_same(
     assert "its GPU has failed: CUDA error: device-side assert triggered." in str(transport.failure)
     assert any(str(transport.failure) == record.message for record in caplog.records)  # nothing is left to raise it
     assert transport._group is None
+
+
+def test_a_failure_on_the_gpu_keeps_its_cause(gpu: GPU, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with own_transport(tmp_path) as transport:
+        told = Reporter(0, range(2)).lost(1, "all_reduce #1")
+        transport.give_up(told)
+        failure = transport.failure
+        assert type(failure) is PeerLost
+        assert (failure.rank, failure.peer, failure.operation) == (0, 1, "all_reduce #1")
+        assert failure.cause is told.cause is not None
+        assert str(failure) == f"{told} {UNDEFINED}" == caplog.messages[0]
+
+
+def test_a_peer_that_left_may_be_a_little_ahead_and_one_that_died_is_not_waited_for(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with own_transport(tmp_path) as transport:
+        pending: Any = SimpleNamespace(warn_after=60.0)
+        left, died = PeerLost("rank 1 left", peer=1), PeerLost("rank 1 died", peer=1)
+        left.left = True
+        for cause, at_once in ((left, None), (died, died)):
+            monkeypatch.setattr(transport, "known_cause", lambda launch, waited, cause=cause: cause)
+            assert transport.find_fault(pending, LEFT_SECONDS - 0.1, timed_out=False) is at_once
+            assert transport.find_fault(pending, LEFT_SECONDS, timed_out=False) is cause
