@@ -1,6 +1,6 @@
 """ProcessGroupTransport: ranks anywhere, over a torch.distributed process group (Gloo, NCCL, or any other).
 
-The group is built on a store and is never the default one, so it lives beside the user's own. What the group can
+A group of murmura's own is built on a store, beside those of the user, and is never the default one. What a group can
 do, it does; the rest is built on `exchange`. Its failures are translated: who, in which operation, and why.
 """
 
