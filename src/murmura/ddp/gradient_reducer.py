@@ -323,11 +323,9 @@ class GradientReducer:
                 raise self._failure
             try:
                 exchange()
-            except MurmuraError as error:
-                error.add_note(f"It was the exchange of {what}.")
-                self._failure = error
-                raise
             except BaseException as error:
+                if isinstance(error, MurmuraError):
+                    error.add_note(f"It was the exchange of {what}.")
                 self._failure = error
                 raise
 
