@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fake_gpu import DEVICE, GPU, FakeEvent, FakeStream, Owner, launch
 from murmura import DDP, ErrorFeedback, InProcessTransport, MinMaxUInt8, ProcessGroupTransport
-from murmura.algorithms.background_exchange import BackgroundExchanges
+from murmura.algorithms.background_exchange import BackgroundExchanges, PendingExchange
 from murmura.ddp import replica_checks
 from murmura.ddp.tail import Tail
 from murmura.errors import ConfigError, PeerLost, PeerTimeout, UsageError
@@ -25,6 +25,7 @@ from murmura.transports.error_reporter import Reporter
 from murmura.transports.group_operations import MEAN
 from murmura.transports.launching import UNDEFINED
 from murmura.transports.rendezvous import file_store
+from murmura.transports.serial_executor import EndedTicket
 from murmura.types import ReduceOp
 
 
@@ -467,3 +468,14 @@ def test_a_peer_that_left_may_be_a_little_ahead_and_one_that_died_is_not_waited_
             monkeypatch.setattr(transport, "known_cause", lambda launch, waited, cause=cause: cause)
             assert transport.find_fault(pending, LEFT_SECONDS - 0.1, timed_out=False) is at_once
             assert transport.find_fault(pending, LEFT_SECONDS, timed_out=False) is cause
+
+
+def test_an_exchange_that_was_broken_off_on_the_gpu_raises_where_its_result_is_wanted(gpu: GPU) -> None:
+    with InProcessTransport.create_group(1)[0] as transport:
+        side = FakeStream()
+        pending = PendingExchange(transport, EndedTicket("bucket 0"), [side])  # type: ignore[list-item]
+        pending.wait()
+        assert gpu.training.waited_for == [side]
+        transport.abort(PeerTimeout("rank 1 has not come"))
+        with pytest.raises(PeerTimeout, match="rank 1 has not come"):
+            pending.wait()
