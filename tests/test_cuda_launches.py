@@ -13,26 +13,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fake_gpu import DEVICE, GPU, FakeEvent, FakeStream, Owner
+from fake_gpu import DEVICE, GPU, FakeEvent, FakeStream, Owner, launch
 from murmura import DDP, ErrorFeedback, InProcessTransport, MinMaxUInt8, ProcessGroupTransport
-from murmura.algorithms.background_exchange import BackgroundExchanges
+from murmura.algorithms.background_exchange import BackgroundExchanges, PendingExchange
 from murmura.ddp import replica_checks
 from murmura.ddp.tail import Tail
-from murmura.errors import ConfigError, PeerTimeout, UsageError
-from murmura.transports import cuda_launches, group_operations, own_groups, watchdog
-from murmura.transports.cuda_launches import CudaLaunches
+from murmura.errors import ConfigError, PeerLost, PeerTimeout, UsageError
+from murmura.transports import group_operations, own_groups
+from murmura.transports.cuda_launches import LEFT_SECONDS, CudaLaunches
+from murmura.transports.error_reporter import Reporter
+from murmura.transports.group_operations import MEAN
+from murmura.transports.launching import UNDEFINED
 from murmura.transports.rendezvous import file_store
+from murmura.transports.serial_executor import EndedTicket
+from murmura.types import ReduceOp
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> GPU:
-    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(cuda_launches, "SUSPECT_SECONDS", 0.02)
     return GPU(monkeypatch)
-
-
-def launch(launches: CudaLaunches, operation: str = "all_reduce #1", limit: float = 60.0) -> None:
-    launches.launch(lambda _: None, operation, "all_reduce(sum) of float32[3]", [1], limit)
 
 
 def test_an_operation_whose_launch_is_refused_leaves_nothing_to_watch(gpu: GPU) -> None:
@@ -80,6 +79,21 @@ def test_the_bytes_of_a_single_element_of_a_column() -> None:
     column = torch.arange(6.0).view(3, 2)[:, 1]
     for part in column.split(1):
         assert torch.equal(group_operations.raw(part).view(torch.float32), part)
+
+
+def test_parts_side_by_side_are_one_tensor_if_they_share_its_memory() -> None:
+    whole = torch.arange(6.0)
+    assert torch.equal(group_operations.side_by_side(whole.split(2)), whole)
+    assert group_operations.side_by_side([whole[2:4], whole[:2]]) is None
+    memory = bytearray(16)
+    apart = [torch.frombuffer(memory, dtype=torch.float32, count=2, offset=each) for each in (0, 8)]
+    assert group_operations.side_by_side(apart) is None  # a view of the one does not reach the other
+
+
+def test_a_mean_on_a_gpu_is_nccl_s_own_where_it_has_the_bits_of_a_sum_that_is_divided() -> None:
+    own = [size for size in range(1, 10) if group_operations.native_op(ReduceOp.MEAN, size, on_cuda=True) == MEAN]
+    assert own == [1, 2, 4, 8]
+    assert group_operations.native_op(ReduceOp.MEAN, 2, on_cuda=False) == dist.ReduceOp.SUM
 
 
 def test_what_is_done_is_forgotten(gpu: GPU) -> None:
@@ -430,3 +444,38 @@ def test_a_transport_whose_gpu_has_failed_is_closed_all_the_same(
     assert "its GPU has failed: CUDA error: device-side assert triggered." in str(transport.failure)
     assert any(str(transport.failure) == record.message for record in caplog.records)  # nothing is left to raise it
     assert transport._group is None
+
+
+def test_a_failure_on_the_gpu_keeps_its_cause(gpu: GPU, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with own_transport(tmp_path) as transport:
+        told = Reporter(0, range(2)).lost(1, "all_reduce #1")
+        transport.give_up(told)
+        failure = transport.failure
+        assert type(failure) is PeerLost
+        assert (failure.rank, failure.peer, failure.operation) == (0, 1, "all_reduce #1")
+        assert failure.cause is told.cause is not None
+        assert str(failure) == f"{told} {UNDEFINED}" == caplog.messages[0]
+
+
+def test_a_peer_that_left_may_be_a_little_ahead_and_one_that_died_is_not_waited_for(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with own_transport(tmp_path) as transport:
+        pending: Any = SimpleNamespace(warn_after=60.0)
+        left, died = PeerLost("rank 1 left", peer=1), PeerLost("rank 1 died", peer=1)
+        left.left = True
+        for cause, at_once in ((left, None), (died, died)):
+            monkeypatch.setattr(transport, "known_cause", lambda launch, waited, cause=cause: cause)
+            assert transport.find_fault(pending, LEFT_SECONDS - 0.1, timed_out=False) is at_once
+            assert transport.find_fault(pending, LEFT_SECONDS, timed_out=False) is cause
+
+
+def test_an_exchange_that_was_broken_off_on_the_gpu_raises_where_its_result_is_wanted(gpu: GPU) -> None:
+    with InProcessTransport.create_group(1)[0] as transport:
+        side = FakeStream()
+        pending = PendingExchange(transport, EndedTicket("bucket 0"), [side])  # type: ignore[list-item]
+        pending.wait()
+        assert gpu.training.waited_for == [side]
+        transport.abort(PeerTimeout("rank 1 has not come"))
+        with pytest.raises(PeerTimeout, match="rank 1 has not come"):
+            pending.wait()

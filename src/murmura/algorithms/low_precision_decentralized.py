@@ -14,6 +14,7 @@ from murmura.algorithms.after_step import AfterStepImpl
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
 from murmura.algorithms.checks import at_least_one, take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread, cut
+from murmura.algorithms.compressed import wide
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.peers import ring_neighbours
@@ -148,7 +149,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
             future.result()
 
     def _encode(self, piece: _Piece) -> None:
-        z = piece.x if piece.x.dtype.itemsize > 2 else piece.x.float()
+        z = piece.x.to(wide(piece.x.dtype))
         z.add_(piece.left, alpha=1 / 3).add_(piece.right, alpha=1 / 3).sub_(piece.w, alpha=5 / 3)
         self.compressor.compress(z, piece.own)
 

@@ -40,14 +40,9 @@ def _higher(a, b):
 
 @triton.jit
 def _grid(
-    low,
-    high,
-    levels: tl.constexpr,
-    dtype: tl.constexpr,
-    integer: tl.constexpr,
-    few_bits: tl.constexpr,
+    low, high, levels: tl.constexpr, dtype: tl.constexpr, integer: tl.constexpr, few_bits: tl.constexpr,
     smallest_lifted: tl.constexpr,
-):
+):  # fmt: skip
     """The fields of `minmax_plain.Grid` of blocks with these minima and maxima."""
     nought = tl.full((), 0.0, dtype)
     one = tl.full((), 1.0, dtype)
@@ -81,15 +76,9 @@ def divide(a, b):
 
 @triton.jit
 def encoded(
-    x,
-    is_there,
-    is_masked: tl.constexpr,
-    dtype: tl.constexpr,
-    integer: tl.constexpr,
-    magic: tl.constexpr,
-    few_bits: tl.constexpr,
-    smallest_lifted: tl.constexpr,
-):
+    x, is_there, is_masked: tl.constexpr, dtype: tl.constexpr, integer: tl.constexpr, magic: tl.constexpr,
+    few_bits: tl.constexpr, smallest_lifted: tl.constexpr,
+):  # fmt: skip
     """The codes of a block of values of the working dtype, its base, and its step."""
     low = tl.reduce(tl.where(is_there, x, INFINITY) if is_masked else x, 0, _lower)
     high = tl.reduce(tl.where(is_there, x, -INFINITY) if is_masked else x, 0, _higher)
@@ -111,18 +100,9 @@ def decoded(code, base, step, dtype: tl.constexpr, limit: tl.constexpr):
 
 @triton.jit
 def _encode(
-    values,
-    codes,
-    headers,
-    block,
-    width: tl.constexpr,
-    is_masked: tl.constexpr,
-    dtype: tl.constexpr,
-    integer: tl.constexpr,
-    magic: tl.constexpr,
-    few_bits: tl.constexpr,
-    smallest_lifted: tl.constexpr,
-):
+    values, codes, headers, block, width: tl.constexpr, is_masked: tl.constexpr, dtype: tl.constexpr,
+    integer: tl.constexpr, magic: tl.constexpr, few_bits: tl.constexpr, smallest_lifted: tl.constexpr,
+):  # fmt: skip
     """A program encodes a block of `block` elements; `width`, a power of two, is as many unless `is_masked`."""
     index = tl.program_id(0).to(tl.int64)
     values += index * block  # long numbers are for the beginning alone: they cost registers
@@ -138,17 +118,9 @@ def _encode(
 
 @triton.jit
 def _decode(
-    codes,
-    headers,
-    out,
-    block,
-    num_tiles,
-    width: tl.constexpr,
-    is_masked: tl.constexpr,
-    dtype: tl.constexpr,
-    limit: tl.constexpr,
-    adds: tl.constexpr,
-):
+    codes, headers, out, block, num_tiles, width: tl.constexpr, is_masked: tl.constexpr, dtype: tl.constexpr,
+    limit: tl.constexpr, adds: tl.constexpr,
+):  # fmt: skip
     """A program decodes a tile of `width` elements; `num_tiles` make a block."""
     program = tl.program_id(0)
     index = (program // num_tiles).to(tl.int64)
@@ -167,20 +139,10 @@ def _decode(
 
 @triton.jit
 def _encode_pairs(
-    values,
-    pairs,
-    headers,
-    numel,
-    block,
-    height: tl.constexpr,
-    width: tl.constexpr,
-    is_masked: tl.constexpr,
-    dtype: tl.constexpr,
-    integer: tl.constexpr,
-    magic: tl.constexpr,
-    few_bits: tl.constexpr,
+    values, pairs, headers, numel, block, height: tl.constexpr, width: tl.constexpr, is_masked: tl.constexpr,
+    dtype: tl.constexpr, integer: tl.constexpr, magic: tl.constexpr, few_bits: tl.constexpr,
     smallest_lifted: tl.constexpr,
-):
+):  # fmt: skip
     """A program encodes `height` blocks of `block` elements, each in a row of `width`; those there are, if `is_masked`.
 
     `block` is even, unless there is one block only. Rows are cut into spans: so few threads share a row, and the grid
@@ -237,18 +199,9 @@ def _of_rows(each):
 
 @triton.jit
 def _decode_pairs(
-    pairs,
-    headers,
-    out,
-    numel,
-    block,
-    height: tl.constexpr,
-    width: tl.constexpr,
-    is_masked: tl.constexpr,
-    dtype: tl.constexpr,
-    limit: tl.constexpr,
-    adds: tl.constexpr,
-):
+    pairs, headers, out, numel, block, height: tl.constexpr, width: tl.constexpr, is_masked: tl.constexpr,
+    dtype: tl.constexpr, limit: tl.constexpr, adds: tl.constexpr,
+):  # fmt: skip
     """A program decodes what one of `_encode_pairs` has encoded."""
     first = tl.program_id(0).to(tl.int64) * height
     pairs += first * (block // 2)

@@ -60,10 +60,6 @@ class LaunchingTransport(Transport):
     def await_works(self, start: Callable[[timedelta | None], Any], timeout: float | None) -> None:
         """Start works of the group and wait for all of them, or launch them."""
 
-    @abstractmethod
-    def end_group_waits(self) -> None:
-        """End what waits in a group of our own; a group that was handed over may be in use elsewhere."""
-
     def run_operation(
         self, name: str, work: Callable[[], Any], async_op: bool, sent: Tensors = (), received: Tensors = ()
     ) -> Any:

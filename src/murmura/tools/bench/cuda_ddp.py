@@ -39,6 +39,7 @@ from murmura import DDP, Cast, GradientAllReduceAlgorithm, Transport
 from murmura.algorithms import Algorithm, algorithm_named
 from murmura.tools.bench.cuda_models import CUDA_MODELS, CudaModel
 from murmura.tools.bench.harness import Report, load
+from murmura.tools.bench.steps import nothing
 from murmura.tools.one_gpu import LABEL, OneGPU
 from murmura.tools.options import check_seconds, raise_faults
 from murmura.tools.progress import Progress, Tell, silent
@@ -246,7 +247,7 @@ def _count(transport: Transport, seconds: float, step_seconds: float) -> int:
 
 def _wrapped(transport: Transport, module: nn.Module, name: str, folder: str) -> tuple[nn.Module, Callable[[], None]]:
     if name == BARE:
-        return module, _nothing
+        return module, nothing
     if name in (TORCH, TORCH_BF16):
         _join_default_group(transport.rank, transport.world_size, folder)
         ddp = nn.parallel.DistributedDataParallel(module, device_ids=[0], gradient_as_bucket_view=True)
@@ -254,7 +255,7 @@ def _wrapped(transport: Transport, module: nn.Module, name: str, folder: str) ->
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
             ddp.register_comm_hook(None, bf16_compress_hook)
-        return ddp, _nothing
+        return ddp, nothing
     own = DDP(module, transport, algorithm=_algorithm(name))
     return own, own.close
 
@@ -272,7 +273,3 @@ def _join_default_group(rank: int, world_size: int, folder: str) -> None:
     store = dist.FileStore(str(Path(folder) / f"default-group-{world_size}"), world_size)  # type: ignore[attr-defined]
     limit = timedelta(seconds=WAIT_SECONDS)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=limit)
-
-
-def _nothing() -> None:
-    """What closing a contestant that holds nothing takes."""

@@ -42,7 +42,7 @@ from murmura.tools.bench.steps import BURST_BYTES, CPU, SENT_BYTES, SENT_PACKETS
 from murmura.tools.lab import Hosts
 from murmura.tools.lab.network import Counters, interface_traffic
 from murmura.tools.options import check_seconds, raise_faults
-from murmura.tools.progress import Progress, ProgressFile, Tell, silent, teller, watching
+from murmura.tools.progress import PROGRESS, Progress, ProgressFile, Tell, silent, teller, watching
 from murmura.transports.decorators.throttled import parse_rate
 
 MAX_HOSTS = 16  # every host trains a replica for each contestant, all in the memory of one machine
@@ -144,7 +144,7 @@ def run_network(spec: NetworkSpec, on_progress: Tell = silent) -> NetworkReport:
             on_progress(progress)
 
         wait_seconds, total_seconds = deadlines(spec, shapes)
-        with watching(folder / "progress", told):
+        with watching(folder / PROGRESS, told):
             hosts.run(
                 ranks.command(folder, measure_as_rank, spec, folder),
                 env={"MURMURA_TIMEOUT": f"{wait_seconds:.0f}"},
@@ -218,7 +218,7 @@ def measure_as_rank(transport: Transport, spec: NetworkSpec, folder: Path) -> li
     methods = [method_of(name, spec.model, transport, group) for name in spec.contestants()]
     rates = [parse_rate(rate) for rate in spec.rates]
     link = Link(rates, lambda index: ask_for_rate(folder, index), interface_traffic)
-    samples = measure(transport, methods, spec.model, link, spec.seconds, teller(transport, folder / "progress"))
+    samples = measure(transport, methods, spec.model, link, spec.seconds, teller(transport, folder / PROGRESS))
     torch.distributed.destroy_process_group()
     return samples
 
@@ -260,7 +260,7 @@ def measure(
 
 def ask_for_rate(folder: Path, index: int) -> None:
     """Announce a new rate, and wait until the links have it."""
-    ProgressFile(folder / "progress")(Progress(index, 0.0))
+    ProgressFile(folder / PROGRESS)(Progress(index, 0.0))
     shaped = folder / f"shaped-{index}"
     deadline = time.monotonic() + SHAPING_SECONDS
     while not shaped.exists():
