@@ -70,8 +70,8 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         self._pending: PendingExchange | None = None
         self._pairs: dict[int, Transport] = {}
         if leaders is not None and self.peer_selection_mode is PeerSelection.SHIFT_ONE:
-            on_gpu = leaders.device is not None and leaders.device.type == "cuda"
-            self._pairs = pairs_of(leaders) if on_gpu and leaders.world_size <= MOST_PAIRED else {}
+            is_paired = leaders.gpu is not None and leaders.world_size <= MOST_PAIRED
+            self._pairs = pairs_of(leaders) if is_paired else {}
 
     def setup(self, replica: Replica) -> None:
         self._replica = replica

@@ -126,7 +126,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
         rank, num_ranks = leaders.rank, leaders.world_size
         on_left, on_right = ring_neighbours(rank, num_ranks)
         # Where all are neighbours, NCCL gathers by a ring: as many bytes as by messages, at twice their bandwidth.
-        gathers = num_ranks <= 3 and leaders.device is not None and leaders.device.type == "cuda"
+        gathers = num_ranks <= 3 and leaders.gpu is not None
         rows = (rank, on_left, on_right) if gathers else (0, 1, 2)
         for start, stop in cut(x.numel(), PIECE_ELEMENTS, self.compressor, x.device):
             size = self.compressor.payload_bytes(stop - start, x.dtype)

@@ -18,8 +18,8 @@ from murmura.transports.base import Transport
 
 def check_on_one_gpu(transport: Transport, tensors: Mapping[str, Tensor]) -> None:
     """Raise `ConfigError` if `transport` works on a GPU, and one of the tensors is on another."""
-    own = transport.device
-    if own is None or own.type != "cuda":
+    own = transport.gpu
+    if own is None:
         return
     for name, tensor in tensors.items():
         if tensor.is_cuda and tensor.get_device() != own.index:
