@@ -55,6 +55,20 @@ def test_every_operation_is_measured_beside_a_copy(tmp_path: Path) -> None:
     assert with_feedback == 3 * 2**20 + uint4.payload_bytes(2**18, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_tensors_of_other_dtypes(tmp_path: Path, dtype: str) -> None:
+    file = tmp_path / "result.json"
+    options = ("--dtype", dtype, "--size", "1MiB", "--cuda-size", "1MiB", "--seconds", "0.01", "--json", str(file))
+    status, table, _ = run("--compressors", "uint8", *options)
+    assert status == 0
+    assert f"compressors, {dtype}" in table
+    told = json.loads(file.read_text(encoding="utf-8"))
+    assert told["dtype"] == dtype
+    of = getattr(torch, dtype)
+    payload = MinMaxUInt8().payload_bytes(2**20 // of.itemsize, of)
+    assert [row["least_bytes"] for row in told["rows"][:2]] == [2 * 2**20, 2**20 + payload]
+
+
 def test_every_compressor_of_the_registry_can_be_measured(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     names = [*compressor_names(), "topk:ratio=0.05", "uint4:feedback=false"]
@@ -71,6 +85,8 @@ def test_every_compressor_of_the_registry_can_be_measured(tmp_path: Path) -> Non
         (("--size", "4KB"), "'4KB': 'KB' is not a unit of size here"),
         (("--size", "3"), "3 bytes are no whole number of float32 elements"),
         (("--cuda-size", "0"), "0 bytes are no whole number of float32 elements"),
+        (("--size", "4", "--dtype", "float64"), "4 bytes are no whole number of float64 elements"),
+        (("--dtype", "int8"), "--dtype='int8' is unknown. Known: 'float16', 'bfloat16', 'float32', 'float64'."),
         (("--seconds", "0"), "is not a time to measure for"),
         (("--compressors", "uint8,uint3"), "compressor='uint3' is unknown. Known: 'bf16'"),
         (("--compressors", "topk:share=0.1"), "'topk' has no option 'share'"),

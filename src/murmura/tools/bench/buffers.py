@@ -23,10 +23,10 @@ def most_per_batch(size_bytes: int) -> int:
     return max(1, min(BATCH_OPERATIONS, BATCH_BYTES // size_bytes, num_buffers(size_bytes)))
 
 
-def size_faults(sizes_bytes: Iterable[int]) -> list[str]:
+def size_faults(sizes_bytes: Iterable[int], dtype: str = "float32", element_bytes: int = ELEMENT_BYTES) -> list[str]:
     """What is wrong with the sizes of tensors."""
     return [
-        f"{size} bytes are no whole number of float32 elements. Take a multiple of {ELEMENT_BYTES}, at least that."
+        f"{size} bytes are no whole number of {dtype} elements. Take a multiple of {element_bytes}, at least that."
         for size in sizes_bytes
-        if size < ELEMENT_BYTES or size % ELEMENT_BYTES
+        if size < element_bytes or size % element_bytes
     ]

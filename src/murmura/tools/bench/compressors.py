@@ -13,13 +13,15 @@ from torch import Tensor
 
 from murmura import InProcessTransport
 from murmura.compressors import Compressor, compressor_named
+from murmura.compressors.base import ENCODABLE
 from murmura.errors import MurmuraError
-from murmura.tools.bench.buffers import ELEMENT_BYTES, num_buffers, size_faults
+from murmura.tools.bench.buffers import num_buffers, size_faults
 from murmura.tools.bench.harness import Contestant, Report, load, take_turns
 from murmura.tools.options import check_seconds, raise_faults
 from murmura.tools.progress import Progress, Tell, silent
 
 COPY = "copy"
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ENCODABLE}
 CUDA_BATCH = 10
 
 
@@ -28,12 +30,14 @@ class CompressorsSpec:
     """The specification of the benchmark: which, by name; lengths of the tensors, and seconds for each device."""
 
     compressors: tuple[str, ...] = ("uint8", "bf16", "uint4")
+    dtype: str = "float32"
     size_bytes: int = 25 * 2**20
     cuda_size_bytes: int = 400 * 2**20
     seconds: float = 3.0
 
     def __post_init__(self) -> None:
-        raise_faults([*size_faults((self.size_bytes, self.cuda_size_bytes)), *check_seconds(self.seconds)])
+        sizes = (self.size_bytes, self.cuda_size_bytes)
+        raise_faults([*size_faults(sizes, self.dtype, DTYPES[self.dtype].itemsize), *check_seconds(self.seconds)])
 
     def devices(self) -> dict[str, int]:
         """The devices that are here, each with the length of its tensors."""
@@ -68,7 +72,7 @@ class CompressorsReport(Report[CompressorsSpec]):
 
     def fields(self) -> dict[str, Any]:
         return {
-            "dtype": "float32",
+            "dtype": self.spec.dtype,
             "seconds": self.spec.seconds,
             "devices": self.devices,
             "rows": [asdict(row) for row in self.rows],
@@ -111,7 +115,8 @@ class Operation(Contestant):
 def measure(device: torch.device, size_bytes: int, spec: CompressorsSpec) -> list[Row]:
     """The operations take turns for `spec.seconds`, on buffers that take turns too."""
     buffers = num_buffers(size_bytes)
-    sources = [torch.randn(size_bytes // ELEMENT_BYTES, device=device) for _ in range(buffers)]
+    dtype = DTYPES[spec.dtype]
+    sources = [torch.randn(size_bytes // dtype.itemsize, device=device).to(dtype) for _ in range(buffers)]
     targets = [torch.zeros_like(source) for source in sources]
     operations = list(operations_on(spec.compressors, sources, targets))
     for turn in range(2 * buffers):  # compiles kernels and touches pages
@@ -141,7 +146,7 @@ def measure(device: torch.device, size_bytes: int, spec: CompressorsSpec) -> lis
 def operations_on(names: Sequence[str], sources: list[Tensor], targets: list[Tensor]) -> Iterator[Operation]:
     """The copy, then the operations of each compressor, whose payloads are right when they are first decoded."""
     numel, dtype = sources[0].numel(), sources[0].dtype
-    size_bytes = numel * ELEMENT_BYTES
+    size_bytes = sources[0].nbytes
 
     def copy(turn: int) -> None:
         targets[turn].copy_(sources[turn])
@@ -176,7 +181,7 @@ def check(
     for compressor, source, payload, target in zip(compressors, sources, payloads, targets, strict=True):
         compressor.compress(source, payload)
         compressor.decompress(payload, target)
-        if not bool((target - source).norm() < source.norm()):
+        if not bool((target - source).float().norm() < source.float().norm()):
             raise MurmuraError(f"{name} decoded wrongly on {source.device}; the measurement would be of no use.")
 
 

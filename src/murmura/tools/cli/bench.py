@@ -14,7 +14,7 @@ from murmura.compressors import compressor_named, compressor_names
 from murmura.tools.bench.all_reduce import AllReduceSpec, run_all_reduce
 from murmura.tools.bench.all_reduce_contestants import Peer
 from murmura.tools.bench.c10d import C10dSpec, run_c10d
-from murmura.tools.bench.compressors import CompressorsSpec, run_compressors
+from murmura.tools.bench.compressors import DTYPES, CompressorsSpec, run_compressors
 from murmura.tools.bench.cuda_all_reduce import run_cuda_all_reduce
 from murmura.tools.bench.cuda_ddp import CAST, CudaDDPSpec, run_cuda_ddp
 from murmura.tools.bench.cuda_models import CUDA_MODELS
@@ -250,6 +250,9 @@ def compressors(
             autocompletion=among(compressor_names()),
         ),
     ] = ",".join(CompressorsSpec().compressors),
+    dtype: Annotated[
+        str, typer.Option(help=f"What the tensors hold: one of {', '.join(DTYPES)}.", metavar="NAME")
+    ] = "float32",
     size: Annotated[str, typer.Option("--size", help="Size of the tensors in host memory.", metavar="SIZE")] = "25MiB",
     cuda_size: Annotated[
         str, typer.Option(help="Size of the tensors on a CUDA device, if there is one.", metavar="SIZE")
@@ -257,7 +260,7 @@ def compressors(
     seconds: Annotated[float, typer.Option(help="Seconds to measure each device, all operations together.")] = 3.0,
     json: Json = None,
 ) -> None:
-    """Time encoding, decoding, and decoding and adding, beside a copy of the same float32 tensor.
+    """Time encoding, decoding, and decoding and adding, beside a copy of the same tensor.
 
     On the CPU with one thread, and on a CUDA device where there is one. The operations take turns, on buffers that take
     turns too, so that they come from memory. "x copy" says how many times as long as the copy an operation takes;
@@ -270,6 +273,7 @@ def compressors(
     with exit_on_error():
         spec = CompressorsSpec(
             compressors=parse_list(compressors, _parse_compressor),
+            dtype=one_of(DTYPES, "--dtype")(dtype),
             size_bytes=parse_size(size),
             cuda_size_bytes=parse_size(cuda_size),
             seconds=seconds,

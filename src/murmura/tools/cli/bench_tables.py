@@ -93,7 +93,9 @@ def compressors_table(report: CompressorsReport) -> Table:
     """One row per operation."""
     devices = "; ".join(f"{name}: {about}" for name, about in report.devices.items())
     columns = ["device", "size", "compressor", "operation", "µs", "x copy", "bandwidth"]
-    table = plain_table(f"compressors, float32 ({report.machine.cpu})", f"medians; {devices}", columns, num_left=4)
+    table = plain_table(
+        f"compressors, {report.spec.dtype} ({report.machine.cpu})", f"medians; {devices}", columns, num_left=4
+    )
     for row in report.rows:
         table.add_row(
             row.device,
