@@ -14,7 +14,7 @@ from torch import Tensor
 from murmura.algorithms.after_step import AfterStepImpl
 from murmura.algorithms.background_exchange import BackgroundExchanges, PendingExchange
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
-from murmura.algorithms.checks import at_least_one, is_real, take_compressor, yes_or_no
+from murmura.algorithms.checks import NOT_SAVED, at_least_one, check_fields, is_real, take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean, Residual, check_residuals, has_residuals, wide
 from murmura.algorithms.means import compressed_mean
@@ -299,14 +299,27 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
         self._arrival = arrival
 
     def check_state(self, state: Mapping[str, Any]) -> None:
+        check_fields(state, theta=Mapping, velocity=Mapping, compressed=list)
         for saved in (state["theta"], state["velocity"]):
             self._weights.check_by_name(saved)
+        self._check_arrival(state.get("arrival"))
+        for each in state["compressed"]:
+            check_residuals(each, self.compressor)
         if any(map(has_residuals, state["compressed"])):
-            for each in state["compressed"]:
-                check_residuals(each, self.compressor)
             self._check_same_cut(state)
             for each in state["compressed"]:
                 check_residuals(each, self.compressor, self._channel.world_size)
+
+    def _check_arrival(self, arrival: Mapping[str, Any] | None) -> None:
+        """Refuse a fragment under way that is not of this model."""
+        if arrival is None:
+            return
+        check_fields(arrival, "'arrival' in this state", fragment=int, round=int, parts=list)
+        try:
+            for pieces, values in arrival["parts"]:
+                self._weights.check_pieces(pieces, values)
+        except (TypeError, ValueError, AttributeError) as error:  # what was unpacked is no such list
+            raise ConfigError(f"'parts' of 'arrival' in this state cannot be read: {error}. {NOT_SAVED}") from error
 
     def _check_same_cut(self, state: Mapping[str, Any]) -> None:
         """Refuse a state with other fragments than its parameters have here: residuals belong to fragments."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
-from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.checks import at_least_one, check_fields
 from murmura.algorithms.names import as_algorithm
 from murmura.algorithms.switching import replace_algorithm
 from murmura.buckets import Bucket
@@ -119,6 +119,7 @@ class PhasedImpl(AlgorithmImpl):
         return {"is_first": self._is_first, "running": self.running.state_dict()}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
+        check_fields(state, is_first=bool, running=Mapping)
         if state["is_first"] == self._is_first:  # the other phase cannot tell before it runs
             self.running.check_state(state["running"])
 
