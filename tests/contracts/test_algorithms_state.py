@@ -26,6 +26,7 @@ from murmura import (
     LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
     MinMaxUInt8,
+    ReplicaDivergence,
     Transport,
     run_world,
 )
@@ -222,6 +223,40 @@ def test_an_edited_state_is_refused_by_the_name_of_the_field_before_anything_cha
         return wrong
 
     assert on_ranks(visit, 2) == [[], []]
+
+
+@every()
+def test_states_of_different_steps_are_refused_on_every_rank(entry: Entry) -> None:
+    task = entry.fit(regression())
+
+    def visit(transport: Transport) -> str:
+        _, states = run(transport, entry.make(), task, range(3))
+        ddp = DDP(task.make_model(), transport, algorithm=entry.make())
+        with pytest.raises(ReplicaDivergence) as caught:
+            ddp.load_algorithm_state_dict(states[2 - transport.rank]["algorithm"])
+        assert ddp.algorithm_state_dict()["round"] == 0
+        ddp.close()
+        return str(caught.value)
+
+    told = on_ranks(visit, 2)
+    assert all("rank 0: round 3\n  rank 1: round 2\n" in each for each in told)
+
+
+def test_ranks_that_go_by_the_clock_resume_where_each_has_been() -> None:
+    def visit(transport: Transport) -> int:
+        state: dict[str, Any] = {}
+        for rounds in (transport.rank, 1):
+            ddp = DDP(regression().make_model(), transport, algorithm=AsyncModelAverageAlgorithm(10_000))
+            if state:
+                ddp.load_algorithm_state_dict(state)
+            optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+            for number in range(rounds):
+                step(ddp, optimizer, regression(), number, transport.rank)
+            state = ddp.algorithm_state_dict()
+            ddp.close()
+        return int(state["round"])
+
+    assert on_ranks(visit, 2) == [1, 2]
 
 
 def test_a_state_knows_how_far_it_was() -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class PhasedImpl(AlgorithmImpl):
     """The running state of `Phased` for one model; `running` is the algorithm of the present phase."""
 
+    in_step = False  # as far as it is known before the phase of a state is: one of them may go by the clock
+
     first: Algorithm
     until_round: int
     then: Algorithm
