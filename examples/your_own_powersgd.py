@@ -24,7 +24,7 @@ class RankOneImpl(murmura.AlgorithmImpl):
                 continue
             error, q = self.state.get(name), self.state.get(f"{name}, q")
             matrix = view.flatten(1) if error is None else view.flatten(1) + error
-            p = matrix @ (torch.ones_like(matrix[0]) if q is None else q)
+            p = matrix @ (torch.ones_like(matrix[0]) if q is None or not q.any() else q)
             self.process_group.all_reduce(p, "mean")
             q = (p := p / (p.norm() + 1e-12)) @ matrix
             self.process_group.all_reduce(q, "mean")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from murmura.errors import PeerTimeout, TransportError
-from murmura.transports import cuda_streams, launch_order
-from murmura.transports.cuda_launches import Launch
+from murmura.transports import cuda_launches, cuda_streams, launch_order, watchdog
+from murmura.transports.cuda_launches import CudaLaunches, Launch
 
 DEVICE = torch.device("cuda", 0)
 
@@ -59,6 +59,8 @@ class GPU:
     """What replaces torch's GPU: the current stream, which begins as that of training."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(watchdog, "LOOK_SECONDS", 0.01)
+        patch.setattr(cuda_launches, "SUSPECT_SECONDS", 0.02)
         self.training = self.current = FakeStream()
         patch.setattr(torch.cuda, "Stream", FakeStream)
         patch.setattr(torch.cuda, "Event", FakeEvent)
@@ -100,3 +102,8 @@ class Owner:
     def raise_failure(self, operation: str) -> None:
         assert self.failure is not None
         raise self.failure
+
+
+def launch(launches: CudaLaunches, operation: str = "all_reduce #1", limit: float = 60.0) -> None:
+    """Launch something that is never started."""
+    launches.launch(lambda _: None, operation, "all_reduce(sum) of float32[3]", [1], limit)

@@ -82,18 +82,23 @@ def test_what_nobody_has_set_is_not_waited_for(tmp_path: Path) -> None:
         store.get("key")
 
 
-def test_only_the_first_question_waits_for_a_store_that_does_not_answer(inner: Stoppable, soon: None) -> None:
+def test_only_the_first_question_waits_for_a_store_that_does_not_answer(
+    inner: Stoppable, soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = BoundedStore(inner)
     inner.set("key", b"value")
     inner.goes_on.clear()
     assert not store.check(["key"])
     num_questions = inner.num_questions
+    waits: list[float] = []
+    monkeypatch.setattr(bounded_store.Ticket, "await_end", lambda ticket, seconds: waits.append(seconds))
     for _ in range(100):
         assert store.is_silent
         assert not store.check(["key"])
         with pytest.raises(StoreSilent, match="has not answered"):
             store.get("key")
         store.set("word", b"said")
+    assert waits == []
     assert inner.num_questions == num_questions
     assert len(threads()) == 1
 

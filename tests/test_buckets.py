@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from murmura import DDP, Transport, run_world
+from murmura import DDP, Transport, UsageError, run_world
 from murmura.buckets import FIRST_BUCKET_BYTES, Bucket, ParameterSpec, bucket_limit, plan_buckets
 from murmura.buckets.flat import FlatTensors, plain_memory
 from worlds import SECONDS
@@ -184,6 +184,13 @@ def test_an_expanded_parameter_gets_memory_for_every_element() -> None:
     bucket = make_bucket(torch.zeros(3, 1).expand(3, 4))
     bucket.views[0].copy_(torch.arange(12.0).view(3, 4))
     assert bucket.flat.tolist() == list(range(12))
+
+
+def test_a_gradient_that_is_removed_before_its_bucket_is_full_is_refused() -> None:
+    """On a GPU gradients are taken when their bucket is full."""
+    bucket = make_bucket(torch.zeros(2), torch.zeros(3))
+    with pytest.raises(UsageError, match="'p1' was removed before it was sent"):
+        bucket.gradient_outside(1)
 
 
 def test_a_bucket_says_what_it_is() -> None:

@@ -13,24 +13,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fake_gpu import DEVICE, GPU, FakeEvent, FakeStream, Owner
-from murmura import ErrorFeedback, InProcessTransport, MinMaxUInt8, ProcessGroupTransport
+from fake_gpu import DEVICE, GPU, FakeEvent, FakeStream, Owner, launch
+from murmura import DDP, ErrorFeedback, InProcessTransport, MinMaxUInt8, ProcessGroupTransport
+from murmura.algorithms.background_exchange import BackgroundExchanges, PendingExchange
+from murmura.ddp import replica_checks
 from murmura.ddp.tail import Tail
-from murmura.errors import PeerTimeout, UsageError
-from murmura.transports import cuda_launches, group_operations, own_groups, watchdog
-from murmura.transports.cuda_launches import CudaLaunches
+from murmura.errors import ConfigError, PeerLost, PeerTimeout, UsageError
+from murmura.transports import group_operations, own_groups
+from murmura.transports.cuda_launches import LEFT_SECONDS, CudaLaunches
+from murmura.transports.error_reporter import Reporter
+from murmura.transports.group_operations import MEAN
+from murmura.transports.launching import UNDEFINED
 from murmura.transports.rendezvous import file_store
+from murmura.transports.serial_executor import EndedTicket
+from murmura.types import ReduceOp
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> GPU:
-    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(cuda_launches, "SUSPECT_SECONDS", 0.02)
     return GPU(monkeypatch)
-
-
-def launch(launches: CudaLaunches, operation: str = "all_reduce #1", limit: float = 60.0) -> None:
-    launches.launch(lambda _: None, operation, "all_reduce(sum) of float32[3]", [1], limit)
 
 
 def test_an_operation_whose_launch_is_refused_leaves_nothing_to_watch(gpu: GPU) -> None:
@@ -80,6 +81,21 @@ def test_the_bytes_of_a_single_element_of_a_column() -> None:
         assert torch.equal(group_operations.raw(part).view(torch.float32), part)
 
 
+def test_parts_side_by_side_are_one_tensor_if_they_share_its_memory() -> None:
+    whole = torch.arange(6.0)
+    assert torch.equal(group_operations.side_by_side(whole.split(2)), whole)
+    assert group_operations.side_by_side([whole[2:4], whole[:2]]) is None
+    memory = bytearray(16)
+    apart = [torch.frombuffer(memory, dtype=torch.float32, count=2, offset=each) for each in (0, 8)]
+    assert group_operations.side_by_side(apart) is None  # a view of the one does not reach the other
+
+
+def test_a_mean_on_a_gpu_is_nccl_s_own_where_it_has_the_bits_of_a_sum_that_is_divided() -> None:
+    own = [size for size in range(1, 10) if group_operations.native_op(ReduceOp.MEAN, size, on_cuda=True) == MEAN]
+    assert own == [1, 2, 4, 8]
+    assert group_operations.native_op(ReduceOp.MEAN, 2, on_cuda=False) == dist.ReduceOp.SUM
+
+
 def test_what_is_done_is_forgotten(gpu: GPU) -> None:
     owner = Owner()
     launches = CudaLaunches(owner, DEVICE)
@@ -102,8 +118,16 @@ def test_closing_does_not_wait_for_ever_for_what_never_begins(gpu: GPU) -> None:
     assert "all_reduce #1" in str(owners[0].failure)
     second.drain()  # on the same device, so that it need not be waited for
     assert "all_reduce #2" in str(owners[1].failure)
-    first.close()
-    second.close()
+    gpu.training.done()  # the kernel has ended after all
+    third = CudaLaunches(later := Owner(), DEVICE)
+    launch(third, "all_reduce #3", limit=60.0)
+    timer = threading.Timer(0.1, gpu.training.done)
+    timer.start()
+    third.drain()
+    assert later.failure is None
+    timer.join()
+    for each in (first, second, third):
+        each.close()
 
 
 def test_closing_waits_for_what_has_begun_and_for_what_is_behind_it(gpu: GPU) -> None:
@@ -151,6 +175,25 @@ def test_a_ticket_makes_the_stream_wait_and_not_the_host(gpu: GPU) -> None:
     side.done()
     assert ticket.done()
     ticket.wait(5.0)
+    launches.close()
+
+
+def test_memory_of_a_tensor_is_not_used_again_before_the_other_stream_is_done_with_it(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
+    launches, given, made = CudaLaunches(Owner(), DEVICE), torch.ones(2), torch.ones(3)
+    ticket = launches.run_beside("all_gather", lambda: [made], [given])
+    side = launches.order.stream
+    assert [(tensor is given, stream is side) for tensor, stream in recorded] == [(True, True)]
+    ticket.wait()
+    assert [(tensor is made, stream is gpu.training) for tensor, stream in recorded[1:]] == [(True, True)]
+    with InProcessTransport.create_group(1)[0] as transport:
+        monkeypatch.setattr(transport, "communication_stream", lambda device: side)
+        BackgroundExchanges(transport).start("bucket 0", [given], lambda: None)._ticket.wait()
+    assert [(tensor is given, stream is side) for tensor, stream in recorded[2:]] == [(True, True)]
     launches.close()
 
 
@@ -299,6 +342,64 @@ def own_transport(folder: Path) -> ProcessGroupTransport:
     return transport
 
 
+@pytest.mark.parametrize("where", ["channel", "split"])
+def test_a_state_that_an_exchange_under_way_may_spoil_is_waited_for(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch, where: str, tmp_path: Path
+) -> None:
+    """The copies to the host would end with the exchange that is broken off, and a file hold what it left."""
+    with own_transport(tmp_path) as transport:
+        ddp = DDP(torch.nn.Linear(2, 2), transport)
+        channel: Any = ddp._replica.transport
+        split = channel.split("average")
+        for each in (channel, split):
+            each.launches = CudaLaunches(each, DEVICE)
+        failing = channel if where == "channel" else split
+        launch(failing.launches)
+        reader = threading.current_thread()
+
+        def query(event: FakeEvent) -> bool:
+            if threading.current_thread() is reader:  # what is broken off looks as if it had ended
+                failing.give_up(PeerTimeout("rank 1 has not come", rank=0, peer=1))
+                return True
+            return False
+
+        monkeypatch.setattr(FakeEvent, "query", query)
+        with pytest.raises(PeerTimeout, match="rank 1 has not come"):
+            ddp.state_dict()
+        ddp.close()
+
+
+def test_a_failure_that_no_call_has_raised_is_raised_by_close(gpu: GPU, tmp_path: Path) -> None:
+    """A program whose last round fails would end well on weights that are undefined."""
+    with own_transport(tmp_path) as transport:
+        ddp = DDP(torch.nn.Linear(2, 2), transport)
+        channel: Any = ddp._replica.transport
+        channel.launches = CudaLaunches(channel, DEVICE)
+        channel.give_up(PeerTimeout("rank 1 has not come", rank=0, peer=1))
+        with pytest.raises(PeerTimeout, match="rank 1 has not come"):
+            ddp.close()
+        assert channel.closed
+        ddp.close()  # it has been told
+
+
+def test_tensors_on_another_gpu_than_that_of_the_rank_are_refused(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No watchdog would see an operation on them, and it would be in no order with the others."""
+    elsewhere = torch.device("cuda", 1)
+    model, tensor = torch.nn.Linear(2, 2), torch.ones(2)
+    with own_transport(tmp_path) as transport:
+        transport.device = DEVICE
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        monkeypatch.setattr(torch.Tensor, "device", elsewhere)
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: elsewhere.index)
+        with pytest.raises(UsageError, match=r"is on cuda:1, and this transport works on cuda:0"):
+            transport.all_reduce(tensor)
+        assert not transport.failed
+        with pytest.raises(ConfigError, match=r"'weight' is on cuda:1.*model\.to\('cuda:0'\)"):
+            replica_checks.check_on_one_gpu(transport, dict(model.named_parameters()))
+
+
 def test_peers_hear_that_a_rank_left_when_its_gpu_has_begun_what_they_wait_for(
     gpu: GPU, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -343,3 +444,38 @@ def test_a_transport_whose_gpu_has_failed_is_closed_all_the_same(
     assert "its GPU has failed: CUDA error: device-side assert triggered." in str(transport.failure)
     assert any(str(transport.failure) == record.message for record in caplog.records)  # nothing is left to raise it
     assert transport._group is None
+
+
+def test_a_failure_on_the_gpu_keeps_its_cause(gpu: GPU, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with own_transport(tmp_path) as transport:
+        told = Reporter(0, range(2)).lost(1, "all_reduce #1")
+        transport.give_up(told)
+        failure = transport.failure
+        assert type(failure) is PeerLost
+        assert (failure.rank, failure.peer, failure.operation) == (0, 1, "all_reduce #1")
+        assert failure.cause is told.cause is not None
+        assert str(failure) == f"{told} {UNDEFINED}" == caplog.messages[0]
+
+
+def test_a_peer_that_left_may_be_a_little_ahead_and_one_that_died_is_not_waited_for(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with own_transport(tmp_path) as transport:
+        pending: Any = SimpleNamespace(warn_after=60.0)
+        left, died = PeerLost("rank 1 left", peer=1), PeerLost("rank 1 died", peer=1)
+        left.left = True
+        for cause, at_once in ((left, None), (died, died)):
+            monkeypatch.setattr(transport, "known_cause", lambda launch, waited, cause=cause: cause)
+            assert transport.find_fault(pending, LEFT_SECONDS - 0.1, timed_out=False) is at_once
+            assert transport.find_fault(pending, LEFT_SECONDS, timed_out=False) is cause
+
+
+def test_an_exchange_that_was_broken_off_on_the_gpu_raises_where_its_result_is_wanted(gpu: GPU) -> None:
+    with InProcessTransport.create_group(1)[0] as transport:
+        side = FakeStream()
+        pending = PendingExchange(transport, EndedTicket("bucket 0"), [side])  # type: ignore[list-item]
+        pending.wait()
+        assert gpu.training.waited_for == [side]
+        transport.abort(PeerTimeout("rank 1 has not come"))
+        with pytest.raises(PeerTimeout, match="rank 1 has not come"):
+            pending.wait()

@@ -223,6 +223,23 @@ def test_a_low_rank_algorithm_of_ones_own_remembers_nothing_of_what_it_sends_who
         assert means == [0.0] * 3
 
 
+def begin_with_zeros(transport: Transport) -> list[bool]:
+    """Whether a matrix moved in each of three rounds, in the first of which its gradient is zero everywhere."""
+    ddp = DDP(torch.nn.Linear(3, 2, bias=False), transport, algorithm="rank_one")
+    moved = []
+    for number in range(3):
+        ddp.zero_grad()
+        (ddp(torch.ones(3)).sum() * number).backward()
+        moved.append(bool(ddp.module.weight.grad.any()))
+    ddp.close()
+    return moved
+
+
+def test_a_low_rank_algorithm_of_ones_own_survives_a_gradient_of_zeros() -> None:
+    names_of("your_own_powersgd.py")
+    assert run_world(begin_with_zeros, 2) == [[False, True, True]] * 2
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_partners_are_mutual_and_in_time_everybody_meets(size: int) -> None:
     partner = names_of("your_own_algorithm.py")["partner"]

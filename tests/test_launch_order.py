@@ -7,20 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from fake_gpu import DEVICE, GPU, FakeStream, Owner
-from murmura.transports import watchdog
+from fake_gpu import DEVICE, GPU, FakeStream, Owner, launch
 from murmura.transports.cuda_launches import CudaLaunches
 from murmura.transports.cuda_streams import OnStream
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> GPU:
-    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.01)
     return GPU(monkeypatch)
-
-
-def launch(launches: CudaLaunches) -> None:
-    launches.launch(lambda _: None, "all_reduce #1", "all_reduce(sum) of float32[3]", [1], 60.0)
 
 
 def in_a_thread(act: Callable[[], None]) -> None:
@@ -58,9 +52,7 @@ def test_threads_beside_training_have_no_common_order(gpu: GPU) -> None:
         (lambda: launch(second), []),
         (lambda: second.run("bucket 0", lambda: launch(second)), [gpu.training]),
     ):
-        thread = threading.Thread(target=act)
-        thread.start()
-        thread.join()
+        in_a_thread(act)
         assert other.waited_for == waited_for
     gpu.training.done()
     other.done()
@@ -79,13 +71,9 @@ def test_a_job_holds_for_what_was_split_off_and_in_its_thread_alone(gpu: GPU) ->
 
     def reduce() -> None:
         launch(split)
-        beside = threading.Thread(target=lambda: names.append(split.named("all_gather #1")))
-        beside.start()
-        beside.join()
+        in_a_thread(lambda: names.append(split.named("all_gather #1")))
 
-    thread = threading.Thread(target=lambda: parent.run("bucket 3 of round 7", reduce).wait())
-    thread.start()
-    thread.join()
+    in_a_thread(lambda: parent.run("bucket 3 of round 7", reduce).wait())
     assert split._pending[0].operation == "all_reduce #1 of bucket 3 of round 7"
     assert other.waited_for == [gpu.training]
     assert names == ["all_gather #1"]
@@ -124,19 +112,23 @@ def test_the_order_is_that_of_the_thread_that_trains(gpu: GPU) -> None:
     other, last = FakeStream(), FakeStream()
 
     def train() -> None:
-        channel.trains_here()
-        channel.trains_here()
-        assert world.order is channel.order is not before
         gpu.current = other
+        own = CudaLaunches(owner, DEVICE)  # of another world
+        launch(own)
+        channel.trains_here()
+        channel.trains_here()
+        assert world.order is channel.order is own.order is not before
         launch(world)
+        own.close()
         gpu.current = last
         launch(channel)
         trained.set()
 
     in_a_thread(train)
     assert trained.is_set()
-    assert world.order.stream.waited_for == [first]  # what was launched before in the other thread
-    assert other.waited_for == [world.order.stream]
+    # What was launched before in the other thread, and in this one; then it is what the next operation waits for.
+    assert world.order.stream.waited_for == [first, other]
+    assert other.waited_for == [world.order.stream] * 2
     assert last.waited_for == [other]
     for stream in (first, other, last):
         stream.done()

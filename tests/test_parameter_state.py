@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from murmura import Bucket
 from murmura.algorithms.toolkit import ParameterState
@@ -76,3 +79,19 @@ def test_what_came_to_nothing_for_some_parameters_is_taken_back_for_these() -> N
     assert state.flat(bucket("a", "b")).tolist() == [2.0] * 4 + [0.0] * 3
     state.restore_those_of(["a"])
     assert state.flat(bucket("a", "b")).tolist() == [1.0] * 4 + [0.0] * 3
+
+
+def test_a_tensor_on_a_gpu_is_not_used_again_before_the_stream_that_reads_it_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A loaded one was allocated on the stream of training, and is dropped while an exchange beside it reads it."""
+    recorded: list[tuple[Tensor, Any]] = []
+    state, place = ParameterState(), bucket("b")
+    state.load_state_dict({"tensors": {"b": torch.ones(3)}, "kept": None})
+    loaded = state._tensors["b"]
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "beside")
+    assert state.get("b") is loaded
+    state.flat(place)
+    assert [(tensor is loaded, stream) for tensor, stream in recorded] == [(True, "beside")] * 2

@@ -99,7 +99,7 @@ def test_a_name_is_taken_once_and_must_be_one() -> None:
     with pytest.raises(ConfigError, match="Rename yours"):
         shapes.register("square")(lambda: Shape(5))
     for name in ("", "a:b", "a b", "a,b", "a(b)"):
-        with pytest.raises(ConfigError, match="cannot name"):
+        with pytest.raises(ConfigError, match="is no shape name"):
             shapes.register(name)
     shapes.register("five")(lambda: 5)
     with pytest.raises(ConfigError, match="made 5, which is no shape"):
@@ -278,6 +278,8 @@ def test_an_installed_package_announces_algorithms() -> None:
     with pytest.raises(ConfigError, match="'broken' is announced as 'outside_murmura:Missing', which cannot be loaded"):
         algorithm_named("broken")
     assert parse_algorithms("nothing") == ("nothing",)
+    assert "rare" in parse_algorithms("all")
+    assert {"nothing", "broken"}.isdisjoint(parse_algorithms("all"))  # nobody asked for them
     refused = CliRunner().invoke(app, ["compare", "--algorithms", "nothing"])
     assert "Define `bytes_per_round` in Nothing" in refused.stderr
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from fake_gpu import DEVICE, GPU, FakeEvent, Owner
+from fake_gpu import DEVICE, GPU, FakeEvent, Owner, launch
 from murmura.errors import PeerTimeout
-from murmura.transports import cuda_launches, watchdog
+from murmura.transports import watchdog
 from murmura.transports.cuda_launches import CudaLaunches, Launch
 from murmura.transports.error_reporter import Reporter
 from murmura.transports.failure_log import FailureLog
@@ -20,13 +20,7 @@ from murmura.transports.liveness import Liveness
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> GPU:
-    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(cuda_launches, "SUSPECT_SECONDS", 0.02)
     return GPU(monkeypatch)
-
-
-def launch(launches: CudaLaunches, operation: str = "all_reduce #1", limit: float = 60.0) -> None:
-    launches.launch(lambda _: None, operation, "all_reduce(sum) of float32[3]", [1], limit)
 
 
 def test_an_operation_that_does_not_end_is_given_up_at_its_deadline(gpu: GPU) -> None:
@@ -101,6 +95,7 @@ def test_the_time_of_an_operation_does_not_run_before_it_begins(gpu: GPU) -> Non
 def test_the_watchdog_outlives_a_look_that_fails(
     gpu: GPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(watchdog, "IDLE_LOOKS", 1)  # it must not sleep while it cannot look
     owner, num_failed, query = Owner(), [0], FakeEvent.query
 
     def refuse(event: FakeEvent) -> bool:
@@ -135,6 +130,16 @@ def test_the_watchdog_does_not_sleep_between_two_rounds() -> None:
         dog.look()
         awake_after.append(dog._awake.is_set())
     assert awake_after == [True] * (len(awake_after) - 1) + [False]
+
+
+def test_a_launch_that_is_done_at_the_next_look_keeps_the_watchdog_awake() -> None:
+    dog = watchdog.Watchdog(DEVICE)
+    dog._thread = threading.current_thread()  # so that none is started
+    for _ in range(2):
+        dog.wake()
+        for _ in range(watchdog.IDLE_LOOKS):
+            dog.look()
+            assert dog._awake.is_set()
 
 
 def test_a_launch_wakes_the_watchdog(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +234,24 @@ def test_a_fault_that_is_known_ends_an_operation_before_its_deadline(gpu: GPU) -
     assert owner.gave_up.wait(10.0)
     assert owner.failure is owner.fault
     launches.close()
+
+
+def test_an_operation_that_ends_while_its_fault_is_looked_for_is_not_given_up(gpu: GPU) -> None:
+    told = threading.Event()
+
+    class Late(Owner):
+        def find_fault(self, launch: Launch, waited: float, *, timed_out: bool) -> BaseException | None:
+            gpu.training.done()
+            told.set()
+            return ConnectionError("rank 1 is gone")
+
+    owner = Late()
+    launches = CudaLaunches(owner, DEVICE)
+    launch(launches)
+    gpu.training.events[0].is_done = True
+    assert told.wait(10.0)
+    launches.close()  # which waits for the look under way
+    assert owner.failure is None
 
 
 def test_a_store_that_does_not_answer_keeps_no_other_operation_from_its_deadline(gpu: GPU) -> None:

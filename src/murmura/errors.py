@@ -40,6 +40,9 @@ __all__ = [
 class MurmuraError(Exception):
     """The base of all errors raised by murmura."""
 
+    is_unheard = False
+    """Whether no call has raised it yet: it was found after its operation had returned, as on a GPU."""
+
 
 class ConfigError(MurmuraError, ValueError):
     """One or more settings are wrong; the message lists all of them."""

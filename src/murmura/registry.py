@@ -50,10 +50,10 @@ class Registry(Generic[T]):
         """A decorator: `name` stands for what the class or function makes with `defaults`, unless options say else."""
         if not isinstance(name, str):
             raise ConfigError(
-                f'{name!r} cannot name a {self._word}: give a string, in parentheses: @register_{self._word}("mine").'
+                f'{name!r} is no {self._word} name: give a string, in parentheses: @register_{self._word}("mine").'
             )
         if not name or set(name) & set(":=(), \t\n"):
-            raise ConfigError(f"{name!r} cannot name a {self._word}: leave out ':', '=', ',', parentheses and spaces.")
+            raise ConfigError(f"{name!r} is no {self._word} name: leave out ':', '=', ',', parentheses and spaces.")
 
         def add(make: Maker) -> Maker:
             if not callable(make):

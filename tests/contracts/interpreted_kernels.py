@@ -1,7 +1,7 @@
-"""The kernels that take many parts at once, in Triton's interpreter, which needs no GPU: the bits of the CPU.
+"""The kernels that take many parts at once, and those of four bits, in Triton's interpreter, which needs no GPU.
 
-Run by test_few_bits.py in a process of its own, for Triton decides when it is imported whether it interprets:
-``TRITON_INTERPRET=1 python -m contracts.interpreted_kernels`` in the folder of the tests.
+They give the bits of the CPU. Run by test_parts.py in a process of its own, for Triton decides when it is imported
+whether it interprets: ``TRITON_INTERPRET=1 python -m contracts.interpreted_kernels`` in the folder of the tests.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from contracts.values import DTYPES, KINDS, samples
-from murmura import Cast, Compressor, MinMaxUInt8
+from murmura import Cast, Compressor, MinMaxUInt4, MinMaxUInt8
 from murmura.compressors import cast, minmax
+from murmura.compressors.base import working_dtype
 
 SHAPES = [(64, 1, 3), (64, 192, 3), (64, 193, 3), (100, 257, 2), (4096, 8192, 2)]  # block, elements, parts
 
@@ -39,6 +40,20 @@ def pretend() -> None:
     torch.Tensor.is_cuda = property(lambda tensor: OnGPU.is_entered)  # type: ignore[assignment]
     cuda: Any = torch.cuda
     cuda.device = lambda device: contextlib.nullcontext()
+    mend_indices()
+
+
+def mend_indices() -> None:
+    """Let the interpreter use its numbers, arrays of one element, as indices: numpy refuses that since 2.4."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda number: number.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_and_mend
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -96,6 +111,22 @@ def rounds_badly(compressor: Compressor, values: Tensor) -> bool:
     return values.dtype == torch.bfloat16 or compressor == Cast(torch.bfloat16)
 
 
+def four_bit_cases() -> Iterator[tuple[Compressor, str, Tensor, int]]:
+    """Compressor, kind of values, values, and the byte where the payload begins."""
+    for dtype, block in itertools.product(DTYPES, (100, 256)):
+        for kind in KINDS if block == 256 else ["normal"]:
+            if dtype != torch.bfloat16 or "subnormal" not in kind:  # which the interpreter does not read
+                yield MinMaxUInt4(block), kind, samples(kind, 1301, dtype), block % 8 // 4
+
+
+def there_and_back(compressor: Compressor, values: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+    payload = room(compressor.payload_bytes(values.numel(), values.dtype), offset)
+    decoded = torch.empty_like(values, dtype=working_dtype(values.dtype))
+    compressor.compress(values, payload)
+    compressor.decompress(payload, decoded)
+    return payload, decoded
+
+
 def main() -> None:
     """Compare with the CPU; the interpreter does not round bfloat16, so there with the kernels that take one part."""
     warnings.simplefilter("ignore")
@@ -117,6 +148,15 @@ def main() -> None:
                 num_wrong += 1
                 where = f"{num_parts} parts, offset {offset}"
                 print(f"{what}: {compressor!r}, {kind}, {values.numel()} x {values.dtype}, {where}")
+    for compressor, kind, values, offset in four_bit_cases():
+        num_cases += 1
+        expected_pair = there_and_back(compressor, values, offset)
+        with OnGPU():
+            found_pair = there_and_back(compressor, values, offset)
+        for what, one, other in zip(("payload", "decoded"), found_pair, expected_pair, strict=True):
+            if not same(one, other):
+                num_wrong += 1
+                print(f"{what}: {compressor!r}, {kind}, {values.numel()} x {values.dtype}, offset {offset}")
     print(f"{num_cases} cases, {num_wrong} wrong")
     sys.exit(num_wrong > 0)
 

@@ -19,6 +19,7 @@ from murmura import (
     ErrorFeedback,
     GradientAllReduceAlgorithm,
     MinMaxUInt8,
+    Phased,
     QAdamAlgorithm,
     QAdamOptimizer,
     TopK,
@@ -71,6 +72,22 @@ def test_another_compressor_is_named_when_the_state_is_loaded(then: str, now: st
     for error in errors_on(resume, 2, algorithm_named(then), algorithm):
         assert isinstance(error, ConfigError)
         assert f"compressor={algorithm.compressor!r} cannot load" in str(error)  # type: ignore[attr-defined]
+
+
+def test_another_compressor_of_a_later_phase_is_named_when_the_state_is_loaded() -> None:
+    then, now = (
+        Phased("gradient_allreduce", 1, then=f"gradient_allreduce:compressor={each}") for each in ("topk", "sign")
+    )
+    state = on_ranks(resume, 2, then, then)[0]
+
+    def load(transport: Transport) -> None:
+        with closing(DDP(fill(nn.Linear(6, 5)), transport, algorithm=now)) as ddp:
+            ddp.load_algorithm_state_dict(state)
+
+    for error in errors_on(load, 2):
+        assert isinstance(error, ConfigError)
+        assert "Sign(" in str(error)
+        assert "cannot load" in str(error)
 
 
 class Late(ErrorFeedback):

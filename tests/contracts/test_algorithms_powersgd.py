@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from contracts.grids import SIZES, grid
 from contracts.test_algorithms_state import check_resumption
-from contracts.test_scaled_feedback import HOW, weights_after
+from contracts.test_scaled_feedback import HOW, overflow_once, weights_after
 from contracts.training import assert_close, by_step, regression, spread, train_world
 from ddp.models import errors_on, fill, on_ranks, values
 from murmura import DDP, ConfigError, PowerSGDAlgorithm, TracedTransport, Transport, UsageError, run_world
@@ -265,34 +265,20 @@ def test_a_state_whose_factors_are_not_needed_or_fit_is_taken(then: PowerSGDAlgo
 
 
 @grid("skipped, how", (0, 2), HOW, sample=2)  # buckets are cut anew after round 0
-def test_a_skipped_step_leaves_nothing(how: str, skipped: int) -> None:
-    with_it = run_world(weights_after, 3, PowerSGDAlgorithm(), range(5), [skipped], how, timeout=SECONDS)
-    rounds = [number for number in range(5) if number != skipped]
-    without = run_world(weights_after, 3, PowerSGDAlgorithm(), rounds, [], how, timeout=SECONDS)
-    for flat in (*with_it, *without):  # parameters share other messages before buckets are cut anew
+def test_skipped_steps_leave_nothing(how: str, skipped: int) -> None:
+    """Two in a row: what the first brings back the second must bring back again."""
+    run = partial(run_world, weights_after, 3, PowerSGDAlgorithm(), timeout=SECONDS)
+    with_them = run(range(5), [skipped, skipped + 1], how)
+    without = run([number for number in range(5) if number not in (skipped, skipped + 1)], [], how)
+    for flat in (*with_them, *without):  # parameters share other messages before buckets are cut anew
         assert torch.allclose(flat, without[0], rtol=0, atol=1e-6)
 
 
-def overflow(transport: Transport, rounds: Collection[int], overflows: int) -> Tensor:
-    task = regression("momentum")
-    ddp = DDP(task.make_model(), transport, algorithm=PowerSGDAlgorithm(), nonfinite="skip_step")
-    optimizer = task.make_optimizer(ddp.parameters())
-    for number in rounds:
-        optimizer.zero_grad()
-        inputs, targets = task.shard(number, 0, transport.rank)
-        loss = nn.functional.mse_loss(ddp(inputs), targets)
-        (loss * (float("inf") if number == overflows and transport.rank == 1 else 1.0)).backward()
-        optimizer.step()
-    flat = flat_of(ddp.module)
-    ddp.close()
-    return flat
-
-
 def test_an_infinity_of_one_rank_is_seen_by_all_and_leaves_nothing() -> None:
+    run = partial(run_world, overflow_once, 3, PowerSGDAlgorithm(), torch.float64)
     for overflows in (0, 2):
-        with_it = run_world(overflow, 3, range(5), overflows, timeout=SECONDS)
         rounds = [number for number in range(5) if number != overflows]
-        without = run_world(overflow, 3, rounds, overflows, timeout=SECONDS)
+        with_it, without = (run(each, overflows, timeout=SECONDS) for each in (range(5), rounds))
         assert all(torch.allclose(flat, without[0], rtol=0, atol=1e-9) for flat in (*with_it, *without))
 
 

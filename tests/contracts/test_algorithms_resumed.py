@@ -244,6 +244,27 @@ def test_pending_moments_come_after_the_first_of_two_rounds_without_a_forward_of
     assert all_equal(on_ranks(run, 2))
 
 
+def test_pending_moments_of_the_last_round_wait_for_its_step() -> None:
+    """Rank 1 settles two rounds before the step of the second; rank 2 knows no optimizer when it settles the first."""
+
+    def run(transport: Transport) -> list[Tensor]:
+        life, rank = begin(transport, AVERAGING[0], "adam"), transport.rank
+        for number in range(3):
+            life.step(number)
+        life = resume(life, AVERAGING[0], tells=False)
+        life.step(3, (1, 2))
+        if rank == 1:  # no forward of the model tells that a round begins
+            sum((rank + each).square().sum() for each in life.ddp.parameters()).backward()  # type: ignore[union-attr]
+            life.optimizer.step()
+        else:
+            life.step(4)
+        found = [life.moments()]
+        life.ddp.close()
+        return found
+
+    assert all_equal(on_ranks(run, 3))
+
+
 def test_a_world_of_one_has_no_moments_to_average() -> None:
     resumed, straight = (on_ranks(local, 1, AVERAGING[0], cuts, (0,), False) for cuts in ((3, 4), NOBODY))
     assert all_equal([*resumed, *straight])

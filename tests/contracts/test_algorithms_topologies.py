@@ -15,7 +15,7 @@ from contracts.grids import SIZES, grid
 from contracts.test_algorithms_state import check_resumption, run
 from contracts.training import assert_close, by_step, regression, scatter, spread, standing_still, step, train_world
 from murmura import DDP, ConfigError, DecentralizedAlgorithm, Neighbours, PushSumAlgorithm, Transport, run_world
-from murmura.algorithms import topology_named, topology_names
+from murmura.algorithms import mixing, topology_named, topology_names
 from murmura.algorithms.topology import neighbours_of_all
 from oracles.algorithms import push_sum as oracle
 from oracles.algorithms.simulation import flat_of, simulate
@@ -42,7 +42,7 @@ def matrix_of(found: Sequence[Neighbours]) -> Tensor:
     return p
 
 
-def mixing(name: str, size: int, number: int) -> Tensor:
+def matrix_at(name: str, size: int, number: int) -> Tensor:
     return matrix_of(neighbours_of_all(topology_named(name), size, number))
 
 
@@ -53,7 +53,7 @@ def mixing(name: str, size: int, number: int) -> Tensor:
 def test_a_topology_that_is_built_in_keeps_the_mean(name: str) -> None:
     for size in range(1, 10):
         for number in range(12):
-            p = mixing(name, size, number)
+            p = matrix_at(name, size, number)
             assert torch.allclose(p.sum(0), torch.ones(size, dtype=torch.float64), rtol=0, atol=1e-15)
             assert torch.allclose(p.sum(1), torch.ones(size, dtype=torch.float64), rtol=0, atol=1e-15)
             assert torch.allclose(p, MATRICES[name](size, number), rtol=0, atol=1e-15)
@@ -63,7 +63,7 @@ def test_a_topology_that_is_built_in_keeps_the_mean(name: str) -> None:
 def test_one_peer_at_a_time_makes_the_exact_mean_of_a_power_of_two(power: int) -> None:
     product = torch.eye(2**power, dtype=torch.float64)
     for number in range(power):
-        product = mixing("one_peer_exponential", 2**power, number) @ product
+        product = matrix_at("one_peer_exponential", 2**power, number) @ product
     assert torch.equal(product, torch.full_like(product, 2.0**-power))
 
 
@@ -74,17 +74,17 @@ def test_a_seed_that_is_no_number_is_refused(seed: str) -> None:
 
 
 def test_matchings_are_drawn_anew_from_their_seed() -> None:
-    draws = [mixing("random_matching:seed=1", 6, number) for number in range(40)]
+    draws = [matrix_at("random_matching:seed=1", 6, number) for number in range(40)]
     assert all(int((each == 0.5).sum()) == 12 for each in draws)
     assert bool((sum(draws) > 0).all())  # type: ignore[operator]  # in time all meet
-    other = [mixing("random_matching:seed=2", 6, number) for number in range(40)]
+    other = [matrix_at("random_matching:seed=2", 6, number) for number in range(40)]
     assert any(not torch.equal(one, two) for one, two in zip(draws, other, strict=True))
 
 
 @pytest.mark.parametrize("size", range(1, 10))
 def test_matchings_are_perfect_symmetric_and_the_same_for_all(size: int) -> None:
     for number in range(30):
-        p = mixing("random_matching:seed=3", size, number)  # of what each rank finds by itself
+        p = matrix_at("random_matching:seed=3", size, number)  # of what each rank finds by itself
         sits_out = (p.diagonal() == 1).nonzero().view(-1).tolist()
         assert len(sits_out) == size % 2
         for rank in set(range(size)) - set(sits_out):
@@ -97,10 +97,10 @@ def test_matchings_are_perfect_symmetric_and_the_same_for_all(size: int) -> None
 @pytest.mark.parametrize("size", [4, 5, 6])
 def test_every_pair_is_matched_as_often_as_any_other(size: int) -> None:
     num_draws, pairs = 3000, torch.ones(size, size, dtype=torch.float64).triu(1) > 0
-    met = sum(mixing("random_matching", size, number) > 0 for number in range(num_draws))[pairs]  # type: ignore[index]
+    met = sum(matrix_at("random_matching", size, number) > 0 for number in range(num_draws))[pairs]  # type: ignore[index]
     expected = num_draws * (size // 2) / pairs.sum()
     assert float((met / expected - 1).abs().max()) < 0.15
-    one, two = ([mixing(f"random_matching:seed={seed}", size, n) for n in range(30)] for seed in (1, 2))
+    one, two = ([matrix_at(f"random_matching:seed={seed}", size, n) for n in range(30)] for seed in (1, 2))
     num_equal = sum(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     assert num_equal < 20  # seeds draw apart
     assert any(not torch.equal(a, b) for a, b in itertools.pairwise(one))  # and so do exchanges
@@ -124,6 +124,14 @@ def test_a_pair_by_name_and_by_topology_are_the_same_bits(hosts: list[int] | Non
         for algorithm in ("shift_one", "decentralized:topology=shift_one")
     )
     assert_close(by_topology, by_mode, within=0.0)
+
+
+@pytest.mark.parametrize("algorithm", ["shift_one", "decentralized:topology=ring", "push_sum"])
+def test_long_flats_are_mixed_in_segments(monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
+    task = regression("momentum")
+    whole = by_step(train_world(3, algorithm, task, STEPS, begin=scatter))
+    monkeypatch.setattr(mixing, "SEGMENT_BYTES", 5 * 8)  # the last one is shorter
+    assert_close(by_step(train_world(3, algorithm, task, STEPS, begin=scatter)), whole)
 
 
 # Push-sum
@@ -181,6 +189,28 @@ def test_push_sum_reaches_the_mean_where_plain_averages_are_biased() -> None:
     plain = torch.linalg.matrix_power(p / p.sum(1, keepdim=True), steps) @ torch.stack([flat_of(m) for m in models])
     assert spread(list(plain)) < 1e-9
     assert float((plain[0] - mean).abs().max()) > 0.01
+
+
+def test_a_parameter_that_is_thawed_has_its_rank_s_share_in_push_sum() -> None:
+    """It was equal on all ranks, and nobody moves it: so it stays, whatever weights the ranks have by then."""
+
+    def visit(transport: Transport) -> tuple[Tensor, Tensor, float]:
+        task = standing_still()
+        model = task.make_model()
+        thawed = next(iter(model.parameters()))
+        thawed.requires_grad_(False)
+        before = thawed.clone()
+        ddp = DDP(model, transport, algorithm=PushSumAlgorithm(lopsided))
+        optimizer = task.make_optimizer(model.parameters())
+        for number in range(4):
+            thawed.requires_grad_(number >= 2)
+            step(ddp, optimizer, task, number, transport.rank)
+        ddp.close()
+        return thawed.detach(), before, ddp.algorithm.weight_in_mean
+
+    found = run_world(visit, 4, timeout=SECONDS)
+    assert len({weight for _, _, weight in found}) > 1
+    assert all(torch.allclose(after, before, rtol=0, atol=1e-12) for after, before, _ in found)
 
 
 def test_other_algorithms_begin_from_the_mean_of_push_sum() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from contextlib import closing
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -207,6 +209,25 @@ def test_phases_can_be_rolled_back() -> None:
         return seen
 
     assert on_ranks(run, 2) == [["GradientAllReduce"] * 2 + ["LocalSGD"] + ["GradientAllReduce"] * 2] * 2
+
+
+def test_phased_passes_everything_on_to_the_algorithm_of_its_phase() -> None:
+    """All that an algorithm declares and is told, also what is added later."""
+    own = {"setup", "before_round", "state_dict", "check_state", "load_state_dict"}  # in which it does more
+    phased: Any = Phased("gradient_allreduce", 1, then="bytegrad").reify(InProcessTransport.create_group(1)[0])
+    phased.running = running = SimpleNamespace()
+    told: list[tuple[str, ...]] = []
+    for name, defined in vars(AlgorithmImpl).items():
+        if name.startswith("_") or name in own:
+            continue
+        if inspect.isfunction(defined):
+            arguments = tuple(inspect.signature(defined).parameters)[1:]
+            setattr(running, name, lambda *given, name=name: told.append((name, *given)))
+            getattr(phased, name)(*arguments)
+            assert told[-1:] == [(name, *arguments)]
+        else:
+            setattr(running, name, name)
+            assert getattr(phased, name) == name
 
 
 def test_the_state_of_another_algorithm_is_refused() -> None:

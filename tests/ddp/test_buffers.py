@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -45,6 +47,22 @@ def test_buffers_are_those_of_rank_0_at_the_first_forward_of_a_round(replaces: b
 @pytest.mark.parametrize("replaces", [False, True], ids=["in place", "replaced"])
 def test_buffers_stay_local_if_so_wished(replaces: bool) -> None:
     assert on_ranks(forward_thrice, 3, False, replaces) == [[1, 11, 111], [2, 22, 222], [3, 33, 333]]
+
+
+@pytest.mark.parametrize("replaces", [False, True], ids=["in place", "replaced"])
+@pytest.mark.parametrize("algorithm", ["local_sgd:interval=1", "diloco:interval=1"])
+def test_buffers_are_averaged_with_the_weights(algorithm: str, replaces: bool) -> None:
+    def run(transport: Transport) -> list[float]:
+        with closing(DDP(Counter(replaces), transport, algorithm=algorithm)) as ddp:
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            seen = []
+            for _ in range(3):
+                ddp(torch.full((1, 1), transport.rank + 1.0)).sum().backward()
+                optimizer.step()
+                seen.append(ddp.module.seen.item())
+            return seen
+
+    assert on_ranks(run, 3) == [[2, 22, 222]] * 3
 
 
 @pytest.mark.parametrize(("broadcast_buffers", "wanted"), [(True, [1, 1, 1]), (False, [1, 2, 3])])

@@ -118,6 +118,20 @@ def test_accumulation_weighs_by_micro_batches(lengths: tuple[int, ...], by_hand:
     torch.testing.assert_close(results[0], wanted, rtol=0, atol=1e-9)
 
 
+def test_gradients_of_earlier_rounds_are_not_weighed_again() -> None:
+    """They accumulate without no_sync(), as means over the data; in the second round one rank of two has data."""
+
+    def run(transport: Transport) -> list[float]:
+        with closing(DDP(weight(), transport)) as ddp:
+            seen = []
+            for value in ddp.join([1.0, 2.0] if transport.rank == 0 else [3.0]):
+                backward(ddp, value)
+                seen.append(ddp.module.weight.grad.item())
+            return seen
+
+    assert on_ranks(run, 2) == [[2.0, 4.0]] * 2
+
+
 def test_pytorch_44425_join_and_no_sync_together() -> None:
     """Every rank leaves out the same rounds, whether it has data or not."""
 

@@ -1,4 +1,4 @@
-"""A rank that was out of step in the last round is found before the state is saved, or the model closed.
+"""A rank that was out of step in the last round is found in the next, before the state is saved, or the model closed.
 
 On a GPU nobody looks when the round ends; here the round is marked as one that nobody has looked at.
 """
@@ -14,6 +14,7 @@ from ddp.models import on_ranks, weight
 from murmura import DDP, CollectiveMismatch, Transport
 
 ACTS: dict[str, Callable[[DDP], object]] = {
+    "trained on": lambda ddp: ddp(torch.ones(1, 1)).sum().backward(),
     "saved": lambda ddp: ddp.algorithm_state_dict(),
     "closed": lambda ddp: ddp.close(),
     "planned anew": lambda ddp: ddp._driver.reducer.replan(),

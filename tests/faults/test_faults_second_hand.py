@@ -240,6 +240,14 @@ def test_a_stall_note_is_forgotten_after_a_while(kind, tmp_path, monkeypatch):
     assert list(reader.awaited_by(1)) == []
 
 
+@pytest.mark.parametrize(("told", "awaited"), [('[NOW, 2, "3", null, 4.0, true]', [2]), ('["NOW", 2]', []), ("{", [])])
+def test_a_stall_note_that_no_rank_has_written_is_read_as_far_as_it_says_something(told, awaited, tmp_path):
+    """Whoever reaches the store can write there."""
+    failure_log = log_of(str(tmp_path / "store"), 0)
+    failure_log._set("waits/1", told.replace("NOW", repr(time.time())).encode())
+    assert list(failure_log.notes.awaited_by(1)) == awaited
+
+
 def test_a_rank_that_caught_a_timeout_and_went_on_is_blamed_if_it_then_does_not_come(monkeypatch):
     monkeypatch.setattr(stalls, "NOTE_SECONDS", 0.2)
     transports = InProcessTransport.create_group(3, timeout=20.0)

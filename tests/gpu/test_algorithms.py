@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -47,7 +48,11 @@ def busy() -> None:
 
 
 class OnTheGPU(Task):
-    """The same task with model and data on the GPU, behind long kernels."""
+    """The same task with model and data on the GPU, behind long kernels.
+
+    Backward runs in the device's thread, as it does for users. Ranks that are threads share that one, so there it runs
+    in their own.
+    """
 
     def backward(
         self,
@@ -57,7 +62,7 @@ class OnTheGPU(Task):
         no_sync: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         busy()
-        with torch.autograd.set_multithreading_enabled(False):  # ranks that are threads share its device thread
+        with torch.autograd.set_multithreading_enabled(threading.current_thread() is threading.main_thread()):
             super().backward(model, round_, rank, no_sync)
         busy()
 

@@ -1,4 +1,4 @@
-"""The contract suites of transports on NCCL, with 2, 3 and 4 ranks on one GPU.
+"""A part of the contract suites of transports on NCCL, with 2, 3 and 4 ranks on one GPU.
 
 Tensors in host memory pass through the GPU there; `test_nccl_collectives.py` asks the same of CUDA tensors. A case for
 another number of ranks is skipped.
@@ -25,9 +25,12 @@ from contracts.test_concurrency import (  # noqa: F401
     test_threads_that_share_a_transport,
 )
 from contracts.test_exchange import (  # noqa: F401
+    test_a_channel_made_after_a_buffer_was_freed,
     test_a_channel_waits_for_nothing_but_itself,
+    test_a_listener_hears_once_of_an_all_reduce,
     test_a_shift_round_the_ring,
     test_a_subgroup_numbers_its_ranks_in_the_order_given,
+    test_a_ticket_of_a_subgroup_names_the_rank_of_the_world,
     test_asynchronous_exchanges_keep_their_order,
     test_bits_pass_unchanged,
     test_exchanges_between_collectives,
@@ -46,11 +49,31 @@ from contracts.test_gather import (  # noqa: F401
     test_sums_of_whole_numbers,
     test_tensors_of_other_forms,
 )
+from contracts.test_into import (  # noqa: F401
+    test_a_single_element_may_have_any_stride,
+    test_all_gather_into,
+    test_reduce_scatter_into_of_whole_numbers,
+    test_what_does_not_fit_is_refused,
+)
 from contracts.test_transports import (  # noqa: F401
+    test_a_mean_is_divided_not_multiplied,
+    test_a_tensor_is_reduced_again_and_again,
+    test_allocated_buffers_come_and_go,
+    test_an_inference_tensor_is_written_or_refused_everywhere,
+    test_another_tensor_at_the_address_of_a_freed_one,
+    test_inference_mode,
     test_long_buffers,
+    test_nothing_is_written_beside_a_slice,
+    test_one_two_three_average_to_two,
+    test_ops_are_strings_or_members_and_sum_is_the_default,
+    test_other_views_of_the_same_memory,
+    test_scalars_and_empty_tensors,
     test_short_buffers,
+    test_special_values_are_the_same_on_every_rank_and_nan_is_passed_on_by_every_op,
+    test_views_of_complex_numbers,
     test_where_the_order_of_summation_changes,
 )
+from contracts.test_transports import test_tensors_of_every_form as test_sums_of_every_form  # noqa: F401
 from murmura.tools.one_gpu import OneGPU
 from worlds import World
 

@@ -72,7 +72,7 @@ def train_until(transport: Transport, scenario: Scenario) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "raises":
             raise ZeroDivisionError(f"rank {culprit} divides by zero")
-        if fault == "stuck":
+        if fault in ("stuck", "saved at once"):
             time.sleep(3 * DEADLINE)
             return {}
         if fault == "stopped":
@@ -81,14 +81,18 @@ def train_until(transport: Transport, scenario: Scenario) -> dict[str, Any]:
             return {}
         if fault == "ahead":
             ddp._replica.round += 1
-    began, found = time.monotonic(), {}
+    began, found, num_steps = time.monotonic(), {}, 0
     try:
         while time.monotonic() - began < 3 * DEADLINE:
             step()
+            num_steps += 1
+            if fault == "saved at once":
+                model.state_dict()
             torch.cuda.synchronize()
             time.sleep(0.02)
     except (TransportError, CollectiveMismatch) as error:
         found |= {"error": error, "after": time.monotonic() - began, "notes": getattr(error, "__notes__", [])}
+        found["num_steps"] = num_steps
     acts = {
         "step": optimizer.step,
         "save": ddp.algorithm_state_dict,
@@ -166,6 +170,14 @@ def test_a_rank_that_is_killed(num_ranks: int) -> None:
 def test_a_rank_that_is_a_round_ahead(num_ranks: int) -> None:
     for found in outcomes(num_ranks, Scenario("ahead")):
         assert isinstance(found["error"], CollectiveMismatch), found
+        assert found["num_steps"] <= 1  # of the round that met another one; the next tail is not written any more
+
+
+def test_a_state_is_not_read_while_an_exchange_is_stuck() -> None:
+    """It would be undefined, and nobody would know before the next round."""
+    for found in outcomes(2, Scenario("saved at once")):
+        check(found, PeerTimeout, DEADLINE + 4.0, is_bucket=False)
+        assert found["num_steps"] == 1
 
 
 def test_rank_0_that_is_stuck() -> None:

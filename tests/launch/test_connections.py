@@ -218,26 +218,30 @@ def test_a_strangers_entry_hides_no_death(tmp_path: Path, secret: str | None, ga
 
 
 @pytest.mark.parametrize("secret", [None, "swordfish"])
-def test_a_stranger_who_overwrites_an_entry_does_not_keep_a_rank_out(tmp_path: Path, secret: str | None) -> None:
+@pytest.mark.parametrize(("key", "late"), [("here/1", 0), ("rendezvous", 1)])
+def test_a_stranger_who_overwrites_an_entry_does_not_keep_a_rank_out(
+    tmp_path: Path, key: str, late: int, secret: str | None
+) -> None:
+    """The entry of the one that came first, before the other has read it."""
     plain = file_store(str(tmp_path / "store"), 2)
     store = SignedStore(plain, secret, "job") if secret else plain
     come = threading.Event()
 
     def vandalise() -> None:
-        while not plain.check(["here/1"]):
+        while not plain.check([key]):
             time.sleep(0.001)
-        plain.set("here/1", b"garbage")
+        plain.set(key, b"garbage")
         come.set()
 
     def program(rank: int) -> Any:
         if rank == 2:
             return vandalise()
-        if rank == 0:
+        if rank == late:
             come.wait(SECONDS)
         return sign_in(store, rank, 2, SECONDS).hosts
 
     assert on_ranks(program, 3) == [(0, 0), (0, 0), None]
-    assert json.loads(plain.get("here/1") if secret is None else store.get("here/1"))
+    assert json.loads(store.get(key))
 
 
 class _Store:

@@ -121,3 +121,22 @@ def test_ranks_of_a_group_are_on_what_it_is_for_and_on_the_gpu_of_their_local_ra
     monkeypatch.setenv("LOCAL_RANK", "3")
     connecting._connect_by_group(UserGroup(Group(backends), "the group"), _Options.of(argument, None, None, None))
     assert found == [expected]
+
+
+def test_gpus_without_an_address_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's ranks would have nowhere to meet."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(devices, "gpu_identity", lambda device, local_rank: f"GPU-{local_rank}")
+
+    def sign_in(key: str, rank: int, world_size: int, claim: str, *_: Any, **options: Any) -> list[str]:
+        return [claim, claim.replace("GPU-0", "GPU-1")]
+
+    def joins(kind: str) -> Any:
+        return lambda *args, **options: SimpleNamespace(kind=kind)
+
+    monkeypatch.setattr(connecting.one_host, "sign_in", sign_in)
+    monkeypatch.setattr(connecting.SharedMemoryTransport, "join", joins("shared_memory"))
+    monkeypatch.setattr(connecting, "_join_over_a_network", joins("nccl"))
+    for address, kind in (("127.0.0.1:1", "nccl"), ("", "shared_memory")):
+        config = DistributedConfig(world_size=2, rank=0, coordinator_addr=address, backend="cuda", job_id="which gpu")
+        assert connect(config).kind == kind  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from murmura import ConfigError, MurmuraError, Transport, run_world
+from murmura import ConfigError, InProcessTransport, MurmuraError, Transport, run_world
 from murmura.tools import ranks
 from murmura.tools.bench import mpiexec as mpi
 from murmura.tools.bench.all_reduce import AllReduceSpec, check_memory, measure, report_of, rows_of
@@ -25,7 +25,7 @@ from murmura.tools.bench.all_reduce_contestants import (
     pattern,
 )
 from murmura.tools.bench.buffers import POOL_BYTES, most_per_batch, num_buffers
-from murmura.tools.bench.harness import MIN_ROUNDS, Sample
+from murmura.tools.bench.harness import MIN_ROUNDS, Contestant, Sample, take_turns
 from murmura.tools.bench.sizes import format_size, parse_size
 from murmura.tools.options import parse_list
 from murmura.tools.progress import Progress, ProgressFile, watching
@@ -271,3 +271,17 @@ def test_mpiexec_that_ends_without_a_word_from_a_rank_is_quoted(tmp_path: Path) 
         "one",
         "no such option: -genv",
     ]
+
+
+def test_no_contestant_always_follows_the_same_one() -> None:
+    called: list[str] = []
+
+    class Named(Contestant):
+        def run_batch(self, number: int) -> list[float]:
+            called.append(self.name)
+            return [float(number)]
+
+    with InProcessTransport.create_group(1)[0] as alone:
+        samples = take_turns(alone, [Named(name, "") for name in "abc"], 1e-9, min_rounds=4)
+    assert "".join(called) == "abcbcacababc"
+    assert [(each.contestant, each.figures) for each in samples] == [(name, [[[0], [1], [2], [3]]]) for name in "abc"]

@@ -44,7 +44,7 @@ class AfterStepImpl(AlgorithmImpl, ABC):
 
     @abstractmethod
     def is_due(self, number: int) -> bool:
-        """Whether the ranks communicate after round `number`."""
+        """Whether the ranks communicate after round `number`, counted from 0."""
 
     @abstractmethod
     def communicate(self) -> None:

@@ -80,8 +80,9 @@ class Replica(Protocol):
 class AlgorithmImpl:
     """The running state of an algorithm for one model; every hook is a no-op unless overridden.
 
-    The hooks run in the user's thread but for `on_bucket_ready`. Weights may be written in `before_round`,
-    `before_step`, `after_step`, `after_steps` and `settle` only: a second backward would read them.
+    The hooks run in the user's thread but for `on_bucket_ready`. Weights may be written between rounds (`before_round`,
+    `settle`, `before_collective`, `close`) and around a step (`before_step`, `after_step`, `after_steps`) only: a
+    second backward would read them.
     """
 
     exchanges: Exchanges = Exchanges.GRADIENTS

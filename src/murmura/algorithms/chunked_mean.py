@@ -127,7 +127,7 @@ class ChunkedMean(CompressedMean):
         transport, parts = self._transport, piece.parts
         own = parts[transport.rank]
         # NCCL gathers equal parts by a ring, faster than by messages between all.
-        if transport.device is not None and transport.device.type == "cuda" and len({len(each) for each in parts}) == 1:
+        if transport.gpu is not None and len({len(each) for each in parts}) == 1:
             transport.all_gather_into(piece.payload, own)
         else:
             transport.all_to_all([own] * transport.world_size, parts)

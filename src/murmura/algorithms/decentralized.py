@@ -13,7 +13,7 @@ from murmura.algorithms.background_exchange import BackgroundExchanges, PendingE
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters, Replica
 from murmura.algorithms.checks import at_least_one, yes_or_no
 from murmura.algorithms.hierarchy import Hierarchy
-from murmura.algorithms.mixing import SEGMENT_BYTES, Mixer
+from murmura.algorithms.mixing import Mixer, segments_of
 from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.peers import shift_one_peer
 from murmura.algorithms.topology import (
@@ -61,17 +61,17 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
                 f"hierarchical=True puts {list(self._hierarchy.shares)} ranks on the hosts, and the weights of a "
                 "topology know nothing of that. Use as many ranks on every host, or hierarchical=False."
             )
-        if self.topology is not None and self._hierarchy.leaders is not None:
-            self._mixer = Mixer(self._hierarchy.leaders)
-            self._neighbours(self.topology, self._hierarchy.leaders, 0)  # refuse it before anything is sent
+        leaders = self._hierarchy.leaders
+        if leaders is not None:
+            self._mixer = Mixer(leaders)
+        if leaders is not None and self.topology is not None:
+            self._neighbours(self.topology, leaders, 0)  # refuse it before anything is sent
         self._background = BackgroundExchanges(self._channel)
         self._pending: PendingExchange | None = None
-        self._incoming: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._pairs: dict[int, Transport] = {}
-        leaders = self._hierarchy.leaders if self.peer_selection_mode is PeerSelection.SHIFT_ONE else None
-        on_gpu = leaders is not None and leaders.device is not None and leaders.device.type == "cuda"
-        if leaders is not None and on_gpu and leaders.world_size <= MOST_PAIRED:
-            self._pairs = pairs_of(leaders)
+        if leaders is not None and self.peer_selection_mode is PeerSelection.SHIFT_ONE:
+            is_paired = leaders.gpu is not None and leaders.world_size <= MOST_PAIRED
+            self._pairs = pairs_of(leaders) if is_paired else {}
 
     def setup(self, replica: Replica) -> None:
         self._replica = replica
@@ -168,21 +168,13 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         if peer in self._pairs and own_share == peer_share:
             self._pairs[peer].all_reduce(flat, ReduceOp.MEAN)
             return
-        incoming = self._incoming_for(flat, leaders)
-        for segment in torch.split(flat, max(1, incoming.numel())):
-            theirs = incoming[: segment.numel()]
+        for segment in segments_of(flat):
+            (theirs,) = self._mixer.memory(segment, 1)
             leaders.exchange([(segment, peer)], [(theirs, peer)])
             if own_share == peer_share:
                 segment.add_(theirs).div_(2)
             else:
                 segment.mul_(own_share).add_(theirs.mul_(peer_share)).div_(own_share + peer_share)
-
-    def _incoming_for(self, flat: Tensor, leaders: Transport) -> Tensor:
-        kind = (flat.dtype, flat.device)
-        length = min(flat.numel(), SEGMENT_BYTES // flat.element_size())
-        if kind not in self._incoming or self._incoming[kind].numel() < length:
-            self._incoming[kind] = leaders.allocate(length, flat.dtype, flat.device)
-        return self._incoming[kind]
 
 
 def pairs_of(leaders: Transport) -> dict[int, Transport]:

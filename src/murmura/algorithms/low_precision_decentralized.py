@@ -15,6 +15,7 @@ from murmura.algorithms.after_step import AfterStepImpl
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
 from murmura.algorithms.checks import at_least_one, check_fields, take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread, cut
+from murmura.algorithms.compressed import wide
 from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.peers import ring_neighbours
@@ -126,7 +127,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
         rank, num_ranks = leaders.rank, leaders.world_size
         on_left, on_right = ring_neighbours(rank, num_ranks)
         # Where all are neighbours, NCCL gathers by a ring: as many bytes as by messages, at twice their bandwidth.
-        gathers = num_ranks <= 3 and leaders.device is not None and leaders.device.type == "cuda"
+        gathers = num_ranks <= 3 and leaders.gpu is not None
         rows = (rank, on_left, on_right) if gathers else (0, 1, 2)
         for start, stop in cut(x.numel(), PIECE_ELEMENTS, self.compressor, x.device):
             size = self.compressor.payload_bytes(stop - start, x.dtype)
@@ -149,7 +150,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
             future.result()
 
     def _encode(self, piece: _Piece) -> None:
-        z = piece.x if piece.x.dtype.itemsize > 2 else piece.x.float()
+        z = piece.x.to(wide(piece.x.dtype))
         z.add_(piece.left, alpha=1 / 3).add_(piece.right, alpha=1 / 3).sub_(piece.w, alpha=5 / 3)
         self.compressor.compress(z, piece.own)
 

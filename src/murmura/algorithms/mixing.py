@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,9 +27,8 @@ class Mixer:
     def mix(self, flat: Tensor, neighbours: Neighbours) -> None:
         """Overwrite `flat` with the weighted sum over `neighbours`."""
         own, *weights = neighbours.weights
-        length = max(1, min(flat.numel(), SEGMENT_BYTES // flat.element_size()))
-        for segment in torch.split(flat, length):
-            received = self._memory(segment, len(neighbours.receives_from))
+        for segment in segments_of(flat):
+            received = self.memory(segment, len(neighbours.receives_from))
             self._transport.exchange(
                 [(segment, peer) for peer in neighbours.sends_to],
                 list(zip(received, neighbours.receives_from, strict=True)),
@@ -36,9 +37,15 @@ class Mixer:
             for theirs, weight in zip(received, weights, strict=True):
                 segment.add_(theirs, alpha=weight)
 
-    def _memory(self, like: Tensor, count: int) -> list[Tensor]:
+    def memory(self, like: Tensor, count: int) -> list[Tensor]:
+        """Where `count` tensors like `like` are received; the next call may return the same."""
         kind = (like.dtype, like.device)
         numel = count * like.numel()
         if kind not in self._incoming or self._incoming[kind].numel() < numel:
             self._incoming[kind] = self._transport.allocate(numel, like.dtype, like.device)
         return list(torch.split(self._incoming[kind][:numel], like.numel())) if count else []
+
+
+def segments_of(flat: Tensor) -> Sequence[Tensor]:
+    """`flat` in segments of `SEGMENT_BYTES`; the last one may be shorter."""
+    return torch.split(flat, max(1, min(flat.numel(), SEGMENT_BYTES // flat.element_size())))

@@ -28,7 +28,10 @@ class ParameterState:
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of a parameter; None if there is none yet."""
-        return self._tensors.get(name)
+        tensor = self._tensors.get(name)
+        if tensor is not None:
+            _in_use(tensor)
+        return tensor
 
     def set(self, name: str, tensor: Tensor) -> None:
         """Replace the tensor of a parameter."""
@@ -55,6 +58,7 @@ class ParameterState:
                             "flat() needs as many. Read it with get()."
                         )
                     part.copy_(tensor.reshape(-1))
+                    _in_use(tensor)
             self.set_flat(bucket, flat)
         return self._flats[names]
 
@@ -102,6 +106,12 @@ class ParameterState:
         self._tensors = _copies(state["tensors"])
         self._kept = None if state["kept"] is None else _copies(state["kept"])
         self._flats = {}
+
+
+def _in_use(tensor: Tensor) -> None:
+    """The current stream reads `tensor`, which may have been loaded on another and be dropped before it has done so."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

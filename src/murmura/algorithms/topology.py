@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from murmura.algorithms.checks import at_least_one
-from murmura.algorithms.peers import shift_one_peer
+from murmura.algorithms.peers import ring_neighbours, shift_one_peer
 from murmura.errors import ConfigError
 from murmura.registry import Registry
 
@@ -71,8 +71,8 @@ class ShiftOne:
     """Pairs of two halves that shift against each other, as in `DecentralizedAlgorithm`."""
 
     def __call__(self, rank: int, size: int, number: int) -> Neighbours:
-        peer = shift_one_peer(rank, size, number)
-        return even_shares(*([[peer]] * 2 if peer != rank else [[]] * 2))
+        peers = sorted({shift_one_peer(rank, size, number)} - {rank})
+        return even_shares(peers, peers)
 
 
 @register_topology("ring")
@@ -81,7 +81,7 @@ class Ring:
     """The neighbours on both sides."""
 
     def __call__(self, rank: int, size: int, number: int) -> Neighbours:
-        neighbours = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
+        neighbours = sorted({*ring_neighbours(rank, size)} - {rank})
         return even_shares(neighbours, neighbours)
 
 

@@ -59,13 +59,18 @@ class Bucket:
         return has_graphs
 
     def gradient_outside(self, slot: int) -> Tensor | None:
-        """The gradient of `parameters[slot]`, unless it is in the bucket already; `UsageError` if it does not fit."""
+        """The gradient of `parameters[slot]`, unless it is in the bucket already; `UsageError` if it is of no use."""
         gradient, view, place = self.parameters[slot].grad, self.views[slot], self._places[slot]
         if gradient is view:
             if view.data_ptr() == place:
                 return None
             view = self.views[slot] = self.views_of(self.flat)[slot]  # `grad.data = ...` took it out of the bucket
-        assert gradient is not None
+        if gradient is None:  # on a GPU it is taken when the bucket is full, and not when it comes
+            raise UsageError(
+                f"the gradient of {self.names[slot]!r} was removed before it was sent, while backward was running. "
+                "Change a gradient in a hook of its own parameter (register_post_accumulate_grad_hook), or after "
+                "backward()."
+            )
         if gradient.layout is not torch.strided:
             raise UsageError(
                 f"the gradient of {self.names[slot]!r} is sparse, which DDP does not exchange. "

@@ -21,6 +21,7 @@ LONGEST_BLOCK = 2**14  # a longer one does not fit into the registers of one pro
 LONGEST_TILE = 2**10
 ENCODED_PER_WARP, DECODED_PER_WARP = 2**10, 2**9  # elements; the fastest of those that were tried on an H200
 PAIRS_TILE = 2**10  # elements that a program takes if blocks are shorter, as those of four bits are
+LONGEST_SPAN = tl.constexpr(2**6)  # elements, which a few threads load in vectors
 
 LIFT, TINY, SINK = tl.constexpr(plain.LIFT), tl.constexpr(plain.TINY), tl.constexpr(plain.SINK)
 ROUND_UP, DROPPED_BITS = tl.constexpr(plain.ROUND_UP), tl.constexpr(plain.DROPPED_BITS)
@@ -39,14 +40,9 @@ def _higher(a, b):
 
 @triton.jit
 def _grid(
-    low,
-    high,
-    levels: tl.constexpr,
-    dtype: tl.constexpr,
-    integer: tl.constexpr,
-    few_bits: tl.constexpr,
+    low, high, levels: tl.constexpr, dtype: tl.constexpr, integer: tl.constexpr, few_bits: tl.constexpr,
     smallest_lifted: tl.constexpr,
-):
+):  # fmt: skip
     """The fields of `minmax_plain.Grid` of blocks with these minima and maxima."""
     nought = tl.full((), 0.0, dtype)
     one = tl.full((), 1.0, dtype)
@@ -80,15 +76,9 @@ def divide(a, b):
 
 @triton.jit
 def encoded(
-    x,
-    is_there,
-    is_masked: tl.constexpr,
-    dtype: tl.constexpr,
-    integer: tl.constexpr,
-    magic: tl.constexpr,
-    few_bits: tl.constexpr,
-    smallest_lifted: tl.constexpr,
-):
+    x, is_there, is_masked: tl.constexpr, dtype: tl.constexpr, integer: tl.constexpr, magic: tl.constexpr,
+    few_bits: tl.constexpr, smallest_lifted: tl.constexpr,
+):  # fmt: skip
     """The codes of a block of values of the working dtype, its base, and its step."""
     low = tl.reduce(tl.where(is_there, x, INFINITY) if is_masked else x, 0, _lower)
     high = tl.reduce(tl.where(is_there, x, -INFINITY) if is_masked else x, 0, _higher)
@@ -110,18 +100,9 @@ def decoded(code, base, step, dtype: tl.constexpr, limit: tl.constexpr):
 
 @triton.jit
 def _encode(
-    values,
-    codes,
-    headers,
-    block,
-    width: tl.constexpr,
-    is_masked: tl.constexpr,
-    dtype: tl.constexpr,
-    integer: tl.constexpr,
-    magic: tl.constexpr,
-    few_bits: tl.constexpr,
-    smallest_lifted: tl.constexpr,
-):
+    values, codes, headers, block, width: tl.constexpr, is_masked: tl.constexpr, dtype: tl.constexpr,
+    integer: tl.constexpr, magic: tl.constexpr, few_bits: tl.constexpr, smallest_lifted: tl.constexpr,
+):  # fmt: skip
     """A program encodes a block of `block` elements; `width`, a power of two, is as many unless `is_masked`."""
     index = tl.program_id(0).to(tl.int64)
     values += index * block  # long numbers are for the beginning alone: they cost registers
@@ -137,17 +118,9 @@ def _encode(
 
 @triton.jit
 def _decode(
-    codes,
-    headers,
-    out,
-    block,
-    num_tiles,
-    width: tl.constexpr,
-    is_masked: tl.constexpr,
-    dtype: tl.constexpr,
-    limit: tl.constexpr,
-    adds: tl.constexpr,
-):
+    codes, headers, out, block, num_tiles, width: tl.constexpr, is_masked: tl.constexpr, dtype: tl.constexpr,
+    limit: tl.constexpr, adds: tl.constexpr,
+):  # fmt: skip
     """A program decodes a tile of `width` elements; `num_tiles` make a block."""
     program = tl.program_id(0)
     index = (program // num_tiles).to(tl.int64)
@@ -166,52 +139,50 @@ def _decode(
 
 @triton.jit
 def _encode_pairs(
-    values,
-    pairs,
-    headers,
-    numel,
-    block,
-    height: tl.constexpr,
-    width: tl.constexpr,
-    is_masked: tl.constexpr,
-    dtype: tl.constexpr,
-    integer: tl.constexpr,
-    magic: tl.constexpr,
-    few_bits: tl.constexpr,
+    values, pairs, headers, numel, block, height: tl.constexpr, width: tl.constexpr, is_masked: tl.constexpr,
+    dtype: tl.constexpr, integer: tl.constexpr, magic: tl.constexpr, few_bits: tl.constexpr,
     smallest_lifted: tl.constexpr,
-):
+):  # fmt: skip
     """A program encodes `height` blocks of `block` elements, each in a row of `width`; those there are, if `is_masked`.
 
-    `block` is even, unless there is one block only.
+    `block` is even, unless there is one block only. Rows are cut into spans: so few threads share a row, and the grid
+    of a block, which each of them computes, costs little.
     """
+    span: tl.constexpr = min(width, LONGEST_SPAN)
     first = tl.program_id(0).to(tl.int64) * height
     values += first * block
     pairs += first * (block // 2)
     headers += 2 * first
-    row = tl.arange(0, height)
-    column, byte = tl.arange(0, width)[None, :], tl.arange(0, width // 2)[None, :]
     left = numel - first * block
-    places = row[:, None] * block + column
+    row = tl.arange(0, height)
+    row_here, start = row[:, None, None], tl.arange(0, width // span)[None, :, None] * span
+    column, byte = tl.arange(0, span)[None, None, :], tl.arange(0, span // 2)[None, None, :]
+    places = row_here * block + start + column
     if is_masked:
-        is_there = (column < block) & (places < left)
+        is_there = (start + column < block) & (places < left)
         x = tl.load(values + places, mask=is_there, other=0.0).to(dtype)
-        low = tl.reduce(tl.where(is_there, x, INFINITY), 1, _lower)
-        high = tl.reduce(tl.where(is_there, x, -INFINITY), 1, _higher)
+        low, high = tl.where(is_there, x, INFINITY), tl.where(is_there, x, -INFINITY)
     else:
         x = tl.load(values + places).to(dtype)
-        low = tl.reduce(x, 1, _lower)
-        high = tl.reduce(x, 1, _higher)
+        low, high = x, x
+    low = tl.reduce(tl.reduce(low, 1, _lower), 1, _lower)
+    high = tl.reduce(tl.reduce(high, 1, _higher), 1, _higher)
     base, step, anchor, lift, inverse, zero, is_finite = _grid(low, high, 15, dtype, integer, few_bits, smallest_lifted)
     shift = zero + tl.full((), magic, dtype)
-    code = (x - anchor[:, None]) * lift[:, None] * inverse[:, None] + shift[:, None]
-    code = tl.where(is_finite[:, None], code.to(integer, bitcast=True) & 0xF, 0).to(tl.uint8)
+    if tl.min((is_finite & (lift == 1)).to(tl.int32), 0):  # as a rule: spares two instructions an element
+        code = (x - _of_rows(anchor)) * _of_rows(inverse) + _of_rows(shift)
+    else:
+        code = (x - _of_rows(anchor)) * _of_rows(lift) * _of_rows(inverse) + _of_rows(shift)
+        code = tl.where(_of_rows(is_finite), code, magic)
+    code = (code.to(integer, bitcast=True) & 0xF).to(tl.uint8)
     if is_masked:
         code = tl.where(is_there, code, 0).to(tl.uint8)
-    even, odd = tl.split(tl.reshape(code, (height, width // 2, 2)))
+    even, odd = tl.split(tl.reshape(code, (height, width // span, span // 2, 2)))
     packed = even | (odd << 4)
-    targets = pairs + row[:, None] * (block // 2) + byte
+    targets = pairs + row_here * (block // 2) + start // 2 + byte
     if is_masked:
-        tl.store(targets, packed, mask=(2 * byte < block) & (row[:, None] * block + 2 * byte < left))
+        is_byte = (start + 2 * byte < block) & (row_here * block + start + 2 * byte < left)
+        tl.store(targets, packed, mask=is_byte)
         is_block = row * block < left
         tl.store(headers + 2 * row, base, mask=is_block)
         tl.store(headers + 2 * row + 1, step, mask=is_block)
@@ -222,19 +193,15 @@ def _encode_pairs(
 
 
 @triton.jit
+def _of_rows(each):
+    return each[:, None, None]
+
+
+@triton.jit
 def _decode_pairs(
-    pairs,
-    headers,
-    out,
-    numel,
-    block,
-    height: tl.constexpr,
-    width: tl.constexpr,
-    is_masked: tl.constexpr,
-    dtype: tl.constexpr,
-    limit: tl.constexpr,
-    adds: tl.constexpr,
-):
+    pairs, headers, out, numel, block, height: tl.constexpr, width: tl.constexpr, is_masked: tl.constexpr,
+    dtype: tl.constexpr, limit: tl.constexpr, adds: tl.constexpr,
+):  # fmt: skip
     """A program decodes what one of `_encode_pairs` has encoded."""
     first = tl.program_id(0).to(tl.int64) * height
     pairs += first * (block // 2)

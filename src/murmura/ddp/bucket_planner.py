@@ -57,8 +57,7 @@ class BucketPlanner:
             ]
             # A launch on a GPU costs the same for any size and NCCL is faster the larger it is: as torch's DDP does it.
             # The transport decides, not the parameters, for all ranks must plan alike.
-            device = replica.transport.device
-            fills = device is not None and device.type == "cuda"
+            fills = replica.transport.gpu is not None
             limits: int | Sequence[int] = self._bucket_bytes
             if len(self._bucket_bytes) == 1:
                 limits = self._bucket_bytes[0]

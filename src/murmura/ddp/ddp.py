@@ -133,6 +133,7 @@ class DDP(TorchSurface):
         try:
             channel = self._transport.channel("ddp").without_listeners()
             self._replica = ModelReplica(module, channel, self.parameters_to_ignore, self.forward_sync_buffers)
+            replica_checks.check_on_one_gpu(channel, self._replica.by_name)
             replica_checks.check_same_model(self._replica.transport, self._replica.describe(), chosen)
             if init_sync:
                 self._replica.take_over(0, buffers=self.forward_sync_buffers or forward_sync_buffers is not None)
@@ -366,9 +367,11 @@ class DDP(TorchSurface):
     def close(self) -> None:
         """Do the exchanges that a skipped step left undone, remove the hooks and end the communication; idempotent.
 
-        Gradients stay usable. Training through the wrapper is refused from then on.
+        Gradients stay usable. Training through the wrapper is refused from then on. On a GPU it raises what has failed
+        since the last call.
         """
         self._driver.close()
+        self._driver.settling.raise_unheard()
 
     def into_inner(self) -> nn.Module:
         """Close the wrapper and return the module, free of its hooks."""

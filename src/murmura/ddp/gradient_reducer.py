@@ -39,8 +39,10 @@ NUM_OUTSIDE = 2  # how many buckets' gradients may wait outside them, which take
 class GradientReducer:
     """The gradients of one model on one rank."""
 
-    def __init__(self, replica: ModelReplica, planner: BucketPlanner, *, as_views: bool) -> None:
-        self._algorithm: AlgorithmImpl
+    def __init__(
+        self, replica: ModelReplica, planner: BucketPlanner, algorithm: AlgorithmImpl, *, as_views: bool
+    ) -> None:
+        self._algorithm = algorithm
         self.hook: CommHook | None = None  # exchanges the buckets instead of the algorithm
         self._as_views = as_views  # gradients are views of the buckets, and not copied out of them
         self._has_graphs = False  # some came with a graph of their own, and so in their own memory
@@ -296,7 +298,6 @@ class GradientReducer:
             self._gather(bucket)
         outside = self._outside[bucket.index]
         what = f"bucket {bucket.index} (first parameter {bucket.names[0]!r}) of round {number}"
-
         is_last = bucket.index == len(self.buckets) - 1
         finish = self.hook.start(bucket, is_last=is_last) if self.hook is not None else None
         weight = self._weight
@@ -322,11 +323,9 @@ class GradientReducer:
                 raise self._failure
             try:
                 exchange()
-            except MurmuraError as error:
-                error.add_note(f"It was the exchange of {what}.")
-                self._failure = error
-                raise
             except BaseException as error:
+                if isinstance(error, MurmuraError):
+                    error.add_note(f"It was the exchange of {what}.")
                 self._failure = error
                 raise
 

@@ -164,6 +164,12 @@ class ModelReplica:
         tensors = [*self.parameters, *(self.all_buffers if buffers else [])]
         self.broadcast(tensors, root, self.transport.allocate)
 
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """Parameters and buffers."""
+        names = [*self.names, *self.buffer_names]
+        return dict(zip(names, [*self.parameters, *self.all_buffers], strict=True))
+
     def describe(self) -> list[str]:
         """A line for each parameter and buffer: what all ranks must have alike."""
         lines = [

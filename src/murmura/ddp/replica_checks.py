@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,22 @@ from torch import Tensor
 from murmura.agreement import first_difference, texts_if_different
 from murmura.algorithms.base import Algorithm
 from murmura.algorithms.choices import choices_text
-from murmura.errors import CollectiveMismatch, ReplicaDivergence
+from murmura.errors import CollectiveMismatch, ConfigError, ReplicaDivergence
 from murmura.transports.base import Transport
+
+
+def check_on_one_gpu(transport: Transport, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `ConfigError` if `transport` works on a GPU, and one of the tensors is on another."""
+    own = transport.gpu
+    if own is None:
+        return
+    for name, tensor in tensors.items():
+        if tensor.is_cuda and tensor.get_device() != own.index:
+            raise ConfigError(
+                f"rank {transport.reporter.own}: {name!r} is on {tensor.device}, and the transport works on {own}: a "
+                f"rank exchanges on one GPU. Move the whole model there before wrapping it, model.to({str(own)!r}); a "
+                "model that is spread over several GPUs of a rank needs torch's own DDP or FSDP2."
+            )
 
 
 def check_same_model(transport: Transport, lines: Sequence[str], algorithm: Algorithm | None = None) -> None:

@@ -79,7 +79,7 @@ class RoundDriver:
             )
         self._steps = StepTracker(replica)
         self.planner = BucketPlanner(replica, bucket_bytes)
-        self.reducer = GradientReducer(replica, self.planner, as_views=gradients_are_views)
+        self.reducer = GradientReducer(replica, self.planner, self.algorithm, as_views=gradients_are_views)
         self._stop_listening = world.before_collectives(self.settling.before_collective)
         self.trained = TrainedParameters(self, replica, self.planner, self.reducer)
         try:

@@ -47,9 +47,13 @@ class Settling:
     def refuse_after_failure(self, what: str, *, if_undefined: bool = False) -> None:
         """Raise if an exchange has failed; `if_undefined` only if that was after its launch on a GPU.
 
-        Then all results since the launch are undefined. Otherwise they may still be saved.
+        Then all results since the launch are undefined. Otherwise they may still be saved. What is under way on a GPU
+        is waited for then: it could fail when the state has been handed out, and before it is copied to the host.
         """
-        failed = self._replica.transport.first_failed()  # algorithms exchange on channels of their own
+        transport = self._replica.transport
+        if if_undefined:
+            transport.await_current_stream()
+        failed = transport.first_failed()  # algorithms exchange on channels of their own
         if failed is not None and (failed.fails_later or not if_undefined):
             failed.check_usable(what)
 
@@ -70,6 +74,17 @@ class Settling:
         settling.start()
         settling.join(CLOSE_SECONDS)
         return False
+
+    def raise_unheard(self) -> None:
+        """Raise, at the end of closing, the failure of an exchange that no call has raised; not beside another error.
+
+        It came after the exchange had been launched on a GPU. A program would end well on weights that are undefined.
+        """
+        failed = self._replica.transport.first_failed()
+        if failed is None or sys.exc_info()[0] is not None:
+            return
+        if isinstance(failed.failure, MurmuraError) and failed.failure.is_unheard:
+            failed.check_usable("close()")
 
     def broadcast_pending_buffers(self) -> None:
         """Take over the buffers of rank 0, or in a join of one that has data, if that is pending."""

@@ -90,7 +90,11 @@ class OneGPU:
                 self._stop()
                 raise PeerLost(f"rank {rank} ended with status {status} between two calls.", peer=rank) from None
         deadline = time.monotonic() + (self._limit if limit is None else limit)
-        outcomes = [self._receive(rank, deadline) for rank in range(self.num_ranks)]
+        try:
+            outcomes = [self._receive(rank, deadline) for rank in range(self.num_ranks)]
+        except BaseException:  # what the others answer must not be taken for answers to the next call
+            self._stop()
+            raise
         if any(isinstance(each, BaseException) for each in outcomes):
             self._stop()
         return outcomes

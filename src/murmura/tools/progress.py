@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from murmura import Transport
 
+PROGRESS = "progress"  # the file, in the folder of a measurement
 PERIOD_SECONDS = 0.25
 
 

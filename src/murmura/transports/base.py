@@ -56,6 +56,11 @@ class Transport(Operations, ABC):
         reporter: makes the errors of this rank, in ranks of the world.
     """
 
+    @property
+    def gpu(self) -> torch.device | None:
+        """The GPU whose memory the transport works in, and which carries out its operations; None if it is no GPU's."""
+        return self.device if self.device is not None and self.device.type == "cuda" else None
+
     # What the author of a transport writes
 
     @abstractmethod

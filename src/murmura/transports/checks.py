@@ -287,7 +287,7 @@ def describe_exchange(sends: Pairs, recvs: Pairs) -> str:
 def flatten(tensor: Tensor, device: torch.device | None, *, load: bool = True) -> Tensor:
     """A contiguous one-dimensional tensor of `tensor`'s elements in the memory of `device`: a view if possible.
 
-    A copy holds the values of `tensor` only if `load`; `store` copies them back. None means any device.
+    A copy holds the values of `tensor` only if `load`; `bring_back` copies them back. None means any device.
     """
     tensor = tensor.detach()
     target = tensor.device if device is None or tensor.device.type == device.type else device
@@ -314,7 +314,7 @@ def _announce_staging(source: str, target: str) -> None:
     )
 
 
-def store(flat: Tensor, target: Tensor) -> None:
+def bring_back(flat: Tensor, target: Tensor) -> None:
     """Copy the elements of `flat` back to the tensor that `flatten` made it of, unless it is a view of it."""
     if flat.data_ptr() != target.data_ptr() or not target.is_contiguous():
         target.detach().copy_(flat.view(target.shape))

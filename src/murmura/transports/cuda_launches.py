@@ -272,14 +272,14 @@ class CudaLaunches:
         begin in its time, once it is the next, is given up here: what was queued before it does not end.
         """
         for launch in list(self._pending):
-            deadline = Deadline(0.0 if self.order.is_stuck else launch.timeout)
             try:
+                deadline = Deadline(0.0 if self.order.is_stuck else launch.timeout)
                 while not (launch.has_ended() or (until_begun and launch.has_begun())):
                     owner = self._owner()
                     if owner is None or owner.failure is not None:
                         return
                     if deadline.remaining <= 0 and not launch.has_begun():
-                        self.order.is_stuck = True
+                        self.order.not_come_to = launch.began
                         owner.give_up(owner.never_begun(launch, deadline.waited))
                         return
                     time.sleep(0.001)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from murmura.errors import (
     CheckpointError,
     CollectiveMismatch,
+    MurmuraError,
     PeerLost,
     PeerTimeout,
     TransportClosed,
@@ -188,6 +189,8 @@ class Reporter:
 
     def again(self, first: BaseException, operation: str = "") -> TransportError | CollectiveMismatch:
         """The error of a call on a transport that `first` has already broken: same kind, raised at once."""
+        if isinstance(first, MurmuraError):
+            first.is_unheard = False
         message = (
             f"this transport failed earlier and is unusable; start the world anew. The first failure: {words_of(first)}"
         )

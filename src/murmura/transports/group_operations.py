@@ -50,7 +50,8 @@ def has_all_reduce(kind: str, flat: Tensor, op: ReduceOp, world_size: int) -> bo
 def native_op(op: ReduceOp, world_size: int, *, on_cuda: bool) -> Any:
     """torch's operation for `op`; for a mean it is the sum, to be divided, where NCCL's own mean has other bits.
 
-    NCCL multiplies by 1 / n and adds, which gives the bits of a sum that is divided where n is a power of two.
+    NCCL multiplies by 1 / n and adds, which gives the bits of a sum that is divided where n is a power of two, the sum
+    does not overflow, and no part becomes smaller than the smallest normal number.
     """
     is_own_mean = on_cuda and op is ReduceOp.MEAN and world_size & (world_size - 1) == 0
     return MEAN if is_own_mean else OPS[op]

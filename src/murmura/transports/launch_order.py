@@ -7,6 +7,8 @@ import weakref
 
 import torch
 
+from murmura.transports.cuda_streams import is_done
+
 
 class LaunchOrder:
     """The operations of all channels that share it run on the device one after another, in the order of their launch.
@@ -23,7 +25,7 @@ class LaunchOrder:
         # What peers wait for goes before what only this rank needs.
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._last = self.stream  # of the operation launched last
-        self.is_stuck = False  # an operation that had to be done before its channel closed has not even begun
+        self.not_come_to: torch.cuda.Event | None = None  # when an operation was given up that had not even begun
 
     @property
     def job(self) -> str:
@@ -34,6 +36,11 @@ class LaunchOrder:
     @job.setter
     def job(self, what: str) -> None:
         self._jobs.job = what
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the device is still before an operation that was given up because it did not begin in its time."""
+        return self.not_come_to is not None and not is_done(self.not_come_to)
 
     def enter(self, stream: torch.cuda.Stream) -> None:
         """An operation is about to be launched on `stream`: it begins after the one launched last."""

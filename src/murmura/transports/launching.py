@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from murmura.errors import PeerLost, TransportError
+from murmura.errors import MurmuraError, PeerLost, TransportError, UsageError
 from murmura.transports import group_operations, profiling
 from murmura.transports.base import Transport
 from murmura.transports.checks import Tensors, describe_call
@@ -60,16 +60,13 @@ class LaunchingTransport(Transport):
     def await_works(self, start: Callable[[timedelta | None], Any], timeout: float | None) -> None:
         """Start works of the group and wait for all of them, or launch them."""
 
-    @abstractmethod
-    def end_group_waits(self) -> None:
-        """End what waits in a group of our own; a group that was handed over may be in use elsewhere."""
-
     def run_operation(
         self, name: str, work: Callable[[], Any], async_op: bool, sent: Tensors = (), received: Tensors = ()
     ) -> Any:
         if self.launches is None:
             return super().run_operation(name, work, async_op, sent, received)
         tensors = [*sent, *received]
+        self._refuse_other_gpus(tensors)
         if not all(tensor.is_cuda for tensor in tensors):
             return super().run_operation(name, partial(self._run_staged, work, tensors), async_op, sent, received)
         if not async_op:
@@ -82,6 +79,17 @@ class LaunchingTransport(Transport):
         run = partial(self.run_in_turn, name, work)
         with profiling.event(name) if is_profiled() else contextlib.nullcontext():
             return self.launches.run_beside(f"{name} on rank {self.reporter.own}", run, tensors)
+
+    def _refuse_other_gpus(self, tensors: Sequence[Tensor]) -> None:
+        """There nobody would watch the operation, and it would be in no order with the others."""
+        assert self.launches is not None
+        own = self.launches.device
+        for tensor in tensors:
+            if tensor.is_cuda and tensor.get_device() != own.index:
+                raise UsageError(
+                    f"rank {self.reporter.own}: a tensor is on {tensor.device}, and this transport works on {own}. "
+                    f"Move it there first: tensor.to({str(own)!r})."
+                )
 
     def _run_staged(self, work: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
         with self.host_waiting(with_current=any(tensor.is_cuda for tensor in tensors)):
@@ -195,6 +203,8 @@ class LaunchingTransport(Transport):
             error.cause = told.cause
         else:
             error.add_note(UNDEFINED)
+        if isinstance(error, MurmuraError):
+            error.is_unheard = True
         log.error("%s", error)  # after the last operation of a program nothing is left that could raise it
         self.abort(error)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from murmura.collectives import gather, ring
-from murmura.transports.checks import Pairs, Tensors, describe_call, describe_rows, flatten, store
+from murmura.transports.checks import Pairs, Tensors, bring_back, describe_call, describe_rows, flatten
 from murmura.transports.endpoint import Endpoint
 from murmura.types import ReduceOp
 
@@ -43,14 +43,14 @@ class Operations(Endpoint):
             flat_out.copy_(flat_in)
         else:
             self.all_reduce_flat(flat_in, flat_out, op, describe_call("all_reduce", op, tensor), timeout)
-        store(flat_out, target)
+        bring_back(flat_out, target)
         return target
 
     def do_broadcast(self, tensor: Tensor, src: int, timeout: float | None) -> Tensor:
         if self.world_size > 1:
             flat = flatten(tensor, self.device, load=self.rank == src)
             self.broadcast_flat(flat, src, describe_call("broadcast", f"src={src}", tensor), timeout)
-            store(flat, tensor)
+            bring_back(flat, tensor)
         return tensor
 
     def do_barrier(self, timeout: float | None) -> None:
@@ -63,7 +63,7 @@ class Operations(Endpoint):
         if self.world_size > 1:
             gather.reduce(self, flat, dst, op, timeout=self.seconds(timeout))
         if self.rank == dst:
-            store(flat, tensor)
+            bring_back(flat, tensor)
         return tensor
 
     def do_reduce_scatter(self, tensor: Tensor, op: ReduceOp, timeout: float | None) -> Tensor:
@@ -104,7 +104,7 @@ class Operations(Endpoint):
                 own = own.clone()  # another rank's part is written before all have read this one
             self.all_gather_flat(parts, own, describe_call("all_gather_into", "", own), timeout)
         for flat, target in zip(flats, targets, strict=True):
-            store(flat, target)
+            bring_back(flat, target)
         return out
 
     def do_reduce_scatter_into(
@@ -122,7 +122,7 @@ class Operations(Endpoint):
             if _overlap(flat, parts[self.rank]):  # what is reduced may be the first input only
                 parts = [each.clone() if rank == self.rank else each for rank, each in enumerate(parts)]
             self.reduce_scatter_flat(flat, parts, op, call, timeout)
-        store(flat, out)
+        bring_back(flat, out)
         return out
 
     def all_reduce_own(self, flat: Tensor, op: ReduceOp) -> None:

@@ -1,6 +1,6 @@
 """ProcessGroupTransport: ranks anywhere, over a torch.distributed process group (Gloo, NCCL, or any other).
 
-The group is built on a store and is never the default one, so it lives beside the user's own. What the group can
+A group of murmura's own is built on a store, beside those of the user, and is never the default one. What a group can
 do, it does; the rest is built on `exchange`. Its failures are translated: who, in which operation, and why.
 """
 
@@ -21,8 +21,7 @@ from murmura.errors import ConfigError, PeerTimeout, RendezvousError, TransportE
 from murmura.transports import agreement, group_operations, own_groups
 from murmura.transports.base import Pairs, Transport
 from murmura.transports.challenge import prove_to_each_other
-from murmura.transports.checks import Check, check_timeout, describe_exchange, flatten
-from murmura.transports.checks import store as bring_back
+from murmura.transports.checks import Check, bring_back, check_timeout, describe_exchange, flatten
 from murmura.transports.cuda_launches import CudaLaunches, Launch
 from murmura.transports.error_reporter import ExitNotice, Reporter
 from murmura.transports.failure_log import FailureLog, is_timeout

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from murmura.errors import PeerTimeout, UsageError
-from murmura.transports.checks import check_timeout, flatten
-from murmura.transports.checks import store as bring_back
+from murmura.transports.checks import bring_back, check_timeout, flatten
 from murmura.transports.program_end import END_SECONDS, has_raised, reason_of_end
 from murmura.transports.stalls import WaitDeadline
 from murmura.transports.tagged_messages import Arrival, Inbox, Message, Receive, SentMessage, TaggedMessages, fill

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from murmura.errors import UsageError
-from murmura.transports.checks import check_dense, check_rank, check_timeout, check_writable, flatten, store
+from murmura.transports.checks import bring_back, check_dense, check_rank, check_timeout, check_writable, flatten
 from murmura.transports.error_reporter import Reporter
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Receive:
                 )
             flat = flatten(self.out, self.out.device, load=False)
             arrival.deliver(flat)
-            store(flat, self.out)
+            bring_back(flat, self.out)
             self.arrived_from = arrival.source
         except Exception as error:  # carried to whoever waits for it, which need not be this thread
             self.error = error

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from murmura.errors import UsageError
 from murmura.transports.base import Transport
-from murmura.transports.checks import check_dense, describe, flatten, store
+from murmura.transports.checks import bring_back, check_dense, describe, flatten
 from murmura.types import ReduceOp
 
 _OPS: dict[Any, ReduceOp] = {
@@ -47,7 +47,7 @@ class Flat:
         self.row = flatten(self.target, None)
 
     def store(self) -> None:
-        store(self.row, self.target)
+        bring_back(self.row, self.target)
 
 
 def flat_views(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -20,9 +20,7 @@ from murmura.tools.bench.harness import Report, Sample, load, ratios, take_share
 from murmura.tools.bench.mpiexec import find_mpiexec, run_under_mpiexec
 from murmura.tools.bench.sizes import format_size
 from murmura.tools.options import check_seconds, raise_faults
-from murmura.tools.progress import Progress, Tell, silent, teller, watching
-
-PROGRESS = "progress"
+from murmura.tools.progress import PROGRESS, Progress, Tell, silent, teller, watching
 
 
 @dataclass(frozen=True, kw_only=True)

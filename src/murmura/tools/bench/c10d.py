@@ -26,9 +26,8 @@ from murmura.tools.bench.c10d_contestants import (
 from murmura.tools.bench.harness import Report, Sample, load, take_share_of_cores, take_turns
 from murmura.tools.bench.sizes import format_size
 from murmura.tools.options import check_seconds, raise_faults
-from murmura.tools.progress import Progress, Tell, silent, teller, watching
+from murmura.tools.progress import PROGRESS, Progress, Tell, silent, teller, watching
 
-PROGRESS = "progress"
 STEPS = (("DDP step", 4), ("DDP step", 64), ("FSDP2 step", 4), ("FSDP2 step", 64))
 
 

@@ -46,4 +46,7 @@ def check_in_step(transport: Transport, module: nn.Module, name: str) -> None:
     transport.all_reduce(least, "min")
     transport.all_reduce(most, "max")
     if not torch.equal(least, most):
-        raise MurmuraError(f"the replicas of {name} have drifted apart. What was measured is worth nothing.")
+        raise MurmuraError(
+            f"the replicas of {name} have drifted apart. What was measured is worth nothing. An algorithm that lets "
+            "replicas differ says so: its keeps_replicas_equal is False."
+        )

@@ -8,12 +8,14 @@ device              the name of the GPU
 models              by name: about, parameters, parameter_tensors
 steps               one row for each number of ranks, model and contestant:
     model, ranks, contestant
-    milliseconds    of one step that begins when all is idle, until the GPU is done: the median over three turns of
-                    the slowest rank, or the mean for algorithms that do not communicate in every step
+    milliseconds    of one step that begins when all is idle, until the GPU is done: the slowest rank's median of a
+                    turn, or mean for algorithms that do not communicate in every step; the median over the turns
     host_milliseconds  until the host is free: forward, backward and step have returned
     loop_milliseconds  of one step of many in a row
     extra_mib       GPU memory of a rank at the peak, beyond the bare module's
-    ratio           torch's DDP's milliseconds / these: above 1, faster than torch's DDP
+    ratio           torch's DDP's milliseconds / these of the same turn, the median over the turns: above 1, faster than
+                    torch's DDP
+    ratio_range     the least and the greatest of them
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -37,6 +39,7 @@ from murmura import DDP, Cast, GradientAllReduceAlgorithm, Transport
 from murmura.algorithms import Algorithm, algorithm_named
 from murmura.tools.bench.cuda_models import CUDA_MODELS, CudaModel
 from murmura.tools.bench.harness import Report, load
+from murmura.tools.bench.steps import nothing
 from murmura.tools.one_gpu import LABEL, OneGPU
 from murmura.tools.options import check_seconds, raise_faults
 from murmura.tools.progress import Progress, Tell, silent
@@ -44,7 +47,7 @@ from murmura.tools.progress import Progress, Tell, silent
 BARE, TORCH, TORCH_BF16, MURMURA, CAST = "bare", "torch-ddp", "torch-ddp-bf16", "murmura", "cast-bf16"
 WARM_STEPS = 5
 MIN_STEPS, MAX_STEPS = 5, 200
-TURNS = 3
+TURNS = 5
 WAIT_SECONDS = 120.0
 
 
@@ -77,6 +80,15 @@ class CudaDDPSpec:
         return [f"{model}, {ranks} ranks" for ranks in self.ranks for model in self.models]
 
 
+class Turn(NamedTuple):
+    """What one turn of a contestant took: seconds of a step, of the host's part and of a step in a loop, and MiB."""
+
+    step: float
+    host: float
+    loop: float
+    memory: float
+
+
 @dataclass(frozen=True)
 class CudaStep:
     """One contestant; the module's docstring explains the fields."""
@@ -89,6 +101,7 @@ class CudaStep:
     loop_milliseconds: float
     extra_mib: float
     ratio: float | None = None
+    ratio_range: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +134,7 @@ def run_cuda_ddp(spec: CudaDDPSpec, on_progress: Tell = silent) -> CudaDDPReport
         with OneGPU(ranks, timeout=WAIT_SECONDS) as gpu:
             label = gpu.label
             found = gpu.run(measure_model, model, spec.contestants, spec.seconds, str(gpu.folder), limit=600)[0]
-        rows += _rows(model, ranks, found)
+        rows += rows_of(model, ranks, {name: [Turn(*each) for each in turns] for name, turns in found.items()})
         on_progress(Progress(stage, 1.0, len(found)))
     about = {each: _about(each) for each in spec.contestants}
     device = torch.cuda.get_device_name()
@@ -130,21 +143,21 @@ def run_cuda_ddp(spec: CudaDDPSpec, on_progress: Tell = silent) -> CudaDDPReport
     )
 
 
-def _rows(model: str, ranks: int, found: dict[str, list[float]]) -> list[CudaStep]:
-    bare, reference = found[BARE], found.get(TORCH)
-    return [
-        CudaStep(
-            model,
-            ranks,
-            name,
-            milliseconds=step * 1e3,
-            host_milliseconds=host * 1e3,
-            loop_milliseconds=loop * 1e3,
-            extra_mib=memory - bare[3],
-            ratio=None if reference is None else reference[0] / step,
-        )
-        for name, (step, host, loop, memory) in found.items()
-    ]
+def rows_of(model: str, ranks: int, found: dict[str, list[Turn]]) -> list[CudaStep]:
+    """A row for each contestant, whose turns these are, as the slowest rank had them."""
+    return [_row(model, ranks, name, turns, found[BARE], found.get(TORCH)) for name, turns in found.items()]
+
+
+def _row(
+    model: str, ranks: int, name: str, turns: list[Turn], bare: list[Turn], reference: list[Turn] | None
+) -> CudaStep:
+    step, host, loop = (statistics.median(each[figure] for each in turns) * 1e3 for figure in range(3))
+    # Later turns may find memory that torch's DDP frees when another one is made.
+    row = CudaStep(model, ranks, name, step, host, loop, extra_mib=turns[0].memory - bare[0].memory)
+    if reference is None:
+        return row
+    ratios = [theirs.step / own.step for theirs, own in zip(reference, turns, strict=True)]
+    return replace(row, ratio=statistics.median(ratios), ratio_range=(min(ratios), max(ratios)))
 
 
 def _about(name: str) -> str:
@@ -161,49 +174,25 @@ def _about(name: str) -> str:
 
 def measure_model(
     transport: Transport, model: str, contestants: list[str], seconds: float, folder: str
-) -> dict[str, list[float]]:
-    """Seconds of a step, of the host's part and of a step in a loop, and MiB at the peak; of the slowest rank.
+) -> dict[str, list[list[float]]]:
+    """The figures of each contestant's turns, each of the slowest rank.
 
     Contestants take turns, forwards and backwards: what a machine does changes in the time that one of them takes.
     """
     recipe, between = CUDA_MODELS[model], transport.host_channel("between steps")
-    turns: dict[str, list[_Turn]] = {name: [] for name in contestants}
+    turns: dict[str, list[Turn]] = {name: [] for name in contestants}
     for turn in range(TURNS):
         for name in contestants if turn % 2 == 0 else reversed(contestants):
             turns[name].append(_measure(transport, between, recipe, name, seconds / TURNS, folder))
+    figures = torch.tensor([turns[name] for name in contestants], dtype=torch.float64)
+    between.all_reduce(figures, "max")
     between.close()
-    return {name: _slowest(transport, name, turns[name]) for name in contestants}
-
-
-class _Turn(NamedTuple):
-    """What this rank measured of a contestant in one turn: seconds of steps, and MiB."""
-
-    whole: list[float]
-    host: list[float]
-    loop: float
-    memory: float
-
-
-def _slowest(transport: Transport, name: str, turns: list[_Turn]) -> list[float]:
-    """The figures of a contestant, each that of the slowest rank."""
-    middle = statistics.fmean if _algorithm(name).period > 1 else statistics.median
-    figures = torch.tensor(
-        [
-            statistics.median(middle(turn.whole) for turn in turns),
-            statistics.median(middle(turn.host) for turn in turns),
-            statistics.median(turn.loop for turn in turns),
-            turns[0].memory,  # later ones may find memory that torch's DDP frees when another one is made
-        ],
-        dtype=torch.float64,
-    )
-    transport.all_reduce(figures, "max")
-    slowest: list[float] = figures.tolist()
-    return slowest
+    return dict(zip(contestants, figures.tolist(), strict=True))
 
 
 def _measure(
     transport: Transport, between: Transport, recipe: CudaModel, name: str, seconds: float, folder: str
-) -> _Turn:
+) -> Turn:
     """One turn; ranks meet `between` steps without the GPU, on which murmura would watch what it does."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -245,7 +234,8 @@ def _measure(
     loop = (time.perf_counter() - began) / number
     memory = (torch.cuda.max_memory_allocated() - base) / 2**20
     close()
-    return _Turn(whole, host, loop, memory)
+    middle = statistics.fmean if period > 1 else statistics.median
+    return Turn(middle(whole), middle(host), loop, memory)
 
 
 def _count(transport: Transport, seconds: float, step_seconds: float) -> int:
@@ -257,7 +247,7 @@ def _count(transport: Transport, seconds: float, step_seconds: float) -> int:
 
 def _wrapped(transport: Transport, module: nn.Module, name: str, folder: str) -> tuple[nn.Module, Callable[[], None]]:
     if name == BARE:
-        return module, _nothing
+        return module, nothing
     if name in (TORCH, TORCH_BF16):
         _join_default_group(transport.rank, transport.world_size, folder)
         ddp = nn.parallel.DistributedDataParallel(module, device_ids=[0], gradient_as_bucket_view=True)
@@ -265,7 +255,7 @@ def _wrapped(transport: Transport, module: nn.Module, name: str, folder: str) ->
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
             ddp.register_comm_hook(None, bf16_compress_hook)
-        return ddp, _nothing
+        return ddp, nothing
     own = DDP(module, transport, algorithm=_algorithm(name))
     return own, own.close
 
@@ -283,7 +273,3 @@ def _join_default_group(rank: int, world_size: int, folder: str) -> None:
     store = dist.FileStore(str(Path(folder) / f"default-group-{world_size}"), world_size)  # type: ignore[attr-defined]
     limit = timedelta(seconds=WAIT_SECONDS)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=limit)
-
-
-def _nothing() -> None:
-    """What closing a contestant that holds nothing takes."""

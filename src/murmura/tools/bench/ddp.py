@@ -23,7 +23,7 @@ from murmura.tools.bench.memory import measure_memory
 from murmura.tools.bench.models import MODELS, Model
 from murmura.tools.bench.steps import NUM_BATCHES, PHASES, Method, bare, held_back, murmura_ddp, prepare, torch_ddp
 from murmura.tools.options import check_seconds, raise_faults
-from murmura.tools.progress import Progress, ProgressFile, Tell, silent, teller, watching
+from murmura.tools.progress import PROGRESS, Progress, ProgressFile, Tell, silent, teller, watching
 
 MURMURA, HELD_BACK, TORCH_DDP, BARE = "murmura", "murmura no overlap", "torch-ddp", "bare"
 OVERLAPPED, NOT_OVERLAPPED, DEFAULT_BUCKETS = "overlapped", "not overlapped", "default buckets"  # on the slow link
@@ -31,7 +31,6 @@ SMALL_BUCKET_BYTES = 2**20  # small enough for the gradients of any model to lea
 BATCH_SECONDS = 0.15  # about what a batch lasts
 BATCH_STEPS = (2, 16)
 TRIAL_STEPS = 3  # after the first one; in the second both DDPs plan their buckets anew
-PROGRESS = "progress"
 
 
 class StageKind(StrEnum):

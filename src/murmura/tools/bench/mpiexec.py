@@ -14,6 +14,7 @@ from typing import Any
 
 from murmura.errors import ConfigError, MurmuraError
 from murmura.tools import ranks
+from murmura.tools.progress import PROGRESS
 
 STALL_SECONDS = 300.0  # without any progress: longer than the slowest step of a measurement
 OUTPUT_LINES = 12
@@ -43,7 +44,7 @@ def run_under_mpiexec(folder: Path, num_ranks: int, fn: Callable[..., Any], *arg
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:
-            _await(process, folder / "progress")
+            _await(process, folder / PROGRESS)
         finally:
             _end(process)
     if process.returncode == 0 and (folder / ranks.RESULT).exists():

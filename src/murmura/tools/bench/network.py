@@ -42,7 +42,7 @@ from murmura.tools.bench.steps import BURST_BYTES, CPU, SENT_BYTES, SENT_PACKETS
 from murmura.tools.lab import Hosts
 from murmura.tools.lab.network import Counters, interface_traffic
 from murmura.tools.options import check_seconds, raise_faults
-from murmura.tools.progress import Progress, ProgressFile, Tell, silent, teller, watching
+from murmura.tools.progress import PROGRESS, Progress, ProgressFile, Tell, silent, teller, watching
 from murmura.transports.decorators.throttled import parse_rate
 
 MAX_HOSTS = 16  # every host trains a replica for each contestant, all in the memory of one machine
@@ -54,11 +54,8 @@ POLL_SECONDS = 0.02
 HEADER_BYTES = 14 + 20 + 32  # of a packet: Ethernet, IPv4, TCP with time stamps
 
 
-# Every algorithm by name, and plain all-reduce with the compressors that shrink gradients the most.
-CONTESTANTS = (
-    *algorithm_names(),
-    *(f"gradient_allreduce:compressor={name}" for name in ("uint4", "sign", "topk")),
-)
+# Plain all-reduce with the compressors that shrink gradients the most.
+FEW_BYTES = tuple(f"gradient_allreduce:compressor={name}" for name in ("uint4", "sign", "topk"))
 
 # Much to send (10.01 million parameters) and little to compute: few rows a rank, and an optimizer without state.
 MODEL = MLP(batch=4, layers=10, width=1000, momentum=0.0)
@@ -70,7 +67,7 @@ class NetworkSpec:
 
     hosts: int = 4  # how many are simulated; each holds one rank
     rates: tuple[str, ...] = ("100mbit", "1gbit")  # of every host's link, in both directions, one measurement each
-    algorithms: tuple[str, ...] = CONTESTANTS  # by name, who is measured
+    algorithms: tuple[str, ...] = (*algorithm_names(), *FEW_BYTES)  # by name, who is measured
     against: tuple[str, ...] = TORCHS  # which forms of torch's DDP are measured beside them
     seconds: float = 120.0  # for each rate, all contestants together; `MIN_ROUNDS` are measured in any case
     model: MLP = MODEL  # what they train
@@ -147,7 +144,7 @@ def run_network(spec: NetworkSpec, on_progress: Tell = silent) -> NetworkReport:
             on_progress(progress)
 
         wait_seconds, total_seconds = deadlines(spec, shapes)
-        with watching(folder / "progress", told):
+        with watching(folder / PROGRESS, told):
             hosts.run(
                 ranks.command(folder, measure_as_rank, spec, folder),
                 env={"MURMURA_TIMEOUT": f"{wait_seconds:.0f}"},
@@ -221,7 +218,7 @@ def measure_as_rank(transport: Transport, spec: NetworkSpec, folder: Path) -> li
     methods = [method_of(name, spec.model, transport, group) for name in spec.contestants()]
     rates = [parse_rate(rate) for rate in spec.rates]
     link = Link(rates, lambda index: ask_for_rate(folder, index), interface_traffic)
-    samples = measure(transport, methods, spec.model, link, spec.seconds, teller(transport, folder / "progress"))
+    samples = measure(transport, methods, spec.model, link, spec.seconds, teller(transport, folder / PROGRESS))
     torch.distributed.destroy_process_group()
     return samples
 
@@ -263,7 +260,7 @@ def measure(
 
 def ask_for_rate(folder: Path, index: int) -> None:
     """Announce a new rate, and wait until the links have it."""
-    ProgressFile(folder / "progress")(Progress(index, 0.0))
+    ProgressFile(folder / PROGRESS)(Progress(index, 0.0))
     shaped = folder / f"shaped-{index}"
     deadline = time.monotonic() + SHAPING_SECONDS
     while not shaped.exists():

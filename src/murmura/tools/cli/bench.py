@@ -21,7 +21,7 @@ from murmura.tools.bench.cuda_models import CUDA_MODELS
 from murmura.tools.bench.ddp import TORCH_DDP, DDPSpec, run_ddp
 from murmura.tools.bench.ddp_report import report_of
 from murmura.tools.bench.models import MODELS
-from murmura.tools.bench.network import MIN_ROUNDS, NetworkSpec, run_network
+from murmura.tools.bench.network import FEW_BYTES, MIN_ROUNDS, NetworkSpec, run_network
 from murmura.tools.bench.network_contestants import TORCHS
 from murmura.tools.bench.sizes import format_size, parse_size
 from murmura.tools.cli.bench_tables import (
@@ -52,7 +52,7 @@ class Device(StrEnum):
 
 
 DEFAULTS = NetworkSpec()
-CONTESTANTS = ",".join(DEFAULTS.algorithms)
+CONTESTANTS = ",".join(["all", *FEW_BYTES])
 
 app = typer.Typer(
     help="Measure murmura and its alternatives on this machine.", no_args_is_help=True, rich_markup_mode="markdown"

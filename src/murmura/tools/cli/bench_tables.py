@@ -15,7 +15,7 @@ from murmura.tools.bench.c10d_contestants import ALLOCATED as GROUP_ALLOCATED
 from murmura.tools.bench.c10d_contestants import BARE as NO_GROUP
 from murmura.tools.bench.c10d_contestants import NEW
 from murmura.tools.bench.compressors import CompressorsReport
-from murmura.tools.bench.cuda_ddp import CudaDDPReport
+from murmura.tools.bench.cuda_ddp import CudaDDPReport, CudaStep
 from murmura.tools.bench.ddp import BARE, DEFAULT_BUCKETS, HELD_BACK, MURMURA, NOT_OVERLAPPED, OVERLAPPED, TORCH_DDP
 from murmura.tools.bench.ddp_report import DDPReport, MemoryRow, StepRow
 from murmura.tools.bench.network import NetworkReport, NetworkRow
@@ -141,7 +141,7 @@ def cuda_ddp_table(report: CudaDDPReport) -> Table:
     """One row per model, number of ranks and contestant on a GPU."""
     table = plain_table(
         f"training step on {report.device}: {report.label}, milliseconds",
-        "medians of the slowest rank",
+        "medians of the slowest rank; in brackets, the least and the greatest ratio of a turn",
         ["model", "ranks", "contestant", "step", "host is free", "in a row", "extra MiB", "torch-ddp\n/ this"],
     )
     for row in report.steps:
@@ -152,9 +152,16 @@ def cuda_ddp_table(report: CudaDDPReport) -> Table:
             row.contestant,
             *(f"{each:.1f}" for each in times),
             f"{row.extra_mib:+.0f}",
-            ratio(row.ratio),
+            _ratio_of_turns(row),
         )
     return table
+
+
+def _ratio_of_turns(row: CudaStep) -> Text:
+    if row.ratio_range is None:
+        return ratio(row.ratio)
+    least, greatest = row.ratio_range
+    return ratio(row.ratio).append(f" ({digits(least)}-{digits(greatest)})", style="default")
 
 
 def slow_link_table(rows: Sequence[StepRow]) -> Table:

@@ -23,9 +23,7 @@ from murmura.tools.experiments.recipes import configuration, optimizer_for
 from murmura.tools.experiments.runs import FINISHED, RunFolder
 from murmura.tools.experiments.tasks import task_named
 from murmura.tools.lab.network import INTERFACE, interface_traffic
-from murmura.tools.progress import Progress, teller
-
-PROGRESS = "progress"
+from murmura.tools.progress import PROGRESS, Progress, teller
 
 
 class Murmura:

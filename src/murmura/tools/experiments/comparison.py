@@ -21,14 +21,14 @@ from murmura.algorithms import algorithm_named
 from murmura.algorithms.base import Parameters
 from murmura.tools import ranks
 from murmura.tools.experiments.breakdown import Breakdown, readable_bytes, slowest_turns
-from murmura.tools.experiments.compare_rank import PROGRESS, compare_as_rank, described, run_path
+from murmura.tools.experiments.compare_rank import compare_as_rank, described, run_path
 from murmura.tools.experiments.compare_spec import BASELINE, LOCAL, TORCH_DDP, ComparisonSpec
 from murmura.tools.experiments.machine import Machine
 from murmura.tools.experiments.runs import Run
 from murmura.tools.lab import Hosts
 from murmura.tools.one_gpu import OneGPU
 from murmura.tools.options import typed_command
-from murmura.tools.progress import Tell, silent, watching
+from murmura.tools.progress import PROGRESS, Tell, silent, watching
 from murmura.transports.decorators.throttled import parse_rate
 
 STEP_SECONDS = 60.0  # per step of all contestants; a world that takes longer is considered hung

@@ -288,14 +288,13 @@ class Study:
 
     def wanted(self, results: Results) -> list[Run]:
         """All runs that are known so far, in the order in which they should begin."""
-        pairs = [(method, budget) for method in self.methods for budget in BUDGETS]
+        pairs = list(itertools.product(self.methods, BUDGETS))
         tuning = [run for pair in pairs for run in self.tuning(*pair, results)]
         return list(dict.fromkeys(tuning + [run for pair in pairs for run in self.measured(*pair, results)]))
 
     def is_complete(self, results: Results) -> bool:
         """Whether nothing is left to run."""
-        pairs = [(method, budget) for method in self.methods for budget in BUDGETS]
-        measured = [self.measured(*pair, results) for pair in pairs]
+        measured = (self.measured(*pair, results) for pair in itertools.product(self.methods, BUDGETS))
         return all(runs and all(run in results for run in runs) for runs in measured)
 
     @property
@@ -303,9 +302,7 @@ class Study:
         """How many runs there are in all, at most: a rate at the edge of `RATES` has only one that is next to it."""
         total = 0
         for method in self.methods:
-            lengths = {
-                self.num_steps(method, budget) for budget in BUDGETS
-            }  # that of all steps is there twice: alike, unlike
+            lengths = {self.num_steps(method, budget) for budget in BUDGETS}  # "steps" and "unlike" have the same
             short = [steps for steps in lengths if 2 * steps <= self.steps]
             total += len(RATES) + 3 * len(short) + (len(lengths) + 1) * len(self.seeds)
         return total

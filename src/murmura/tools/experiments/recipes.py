@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
 from enum import Enum
 
 import torch
@@ -13,6 +14,8 @@ from torch.optim import AdamW, Optimizer
 from murmura.algorithms import Algorithm, algorithm_named, algorithm_names
 from murmura.errors import ConfigError, UsageError
 from murmura.tools.options import parse_list
+
+log = logging.getLogger("murmura")
 
 
 def optimizer_for(algorithm: str, parameters: Iterable[nn.Parameter], learning_rate: float, steps: int) -> Optimizer:
@@ -42,11 +45,22 @@ def described_optimizer(optimizer: Optimizer) -> str:
 
 
 def parse_algorithms(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Parse comma-separated lists of names, with or without options; "all" is every algorithm."""
+    """Parse comma-separated lists of names, with or without options; "all" is every algorithm that can be measured."""
     chosen = parse_list(names, _parse_algorithm)
     if not chosen:
         raise ConfigError("--algorithms names none. Give a list, or all.")
-    return tuple(dict.fromkeys(each for name in chosen for each in (algorithm_names() if name == "all" else [name])))
+    return tuple(dict.fromkeys(each for name in chosen for each in (_measurable() if name == "all" else [name])))
+
+
+def _measurable() -> Iterator[str]:
+    """All names but those that nobody asked for and an installed package announces in vain."""
+    for name in algorithm_names():
+        try:
+            check_formula(name)
+        except ConfigError as error:
+            log.warning("%s is left out. %s", name, error)
+        else:
+            yield name
 
 
 def _parse_algorithm(name: str) -> str:

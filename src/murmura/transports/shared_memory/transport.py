@@ -19,12 +19,12 @@ from murmura.transports import agreement
 from murmura.transports.base import Async, Op, Pairs, Seconds, Sync, Transport
 from murmura.transports.checks import (
     Tensors,
+    bring_back,
     check_allocation,
     check_timeout,
     describe,
     describe_call,
     flatten,
-    store,
 )
 from murmura.transports.error_reporter import ExitNotice
 from murmura.transports.host import has_idle_core
@@ -144,7 +144,7 @@ class SharedMemoryTransport(Transport):
         seconds = self.seconds(timeout)
         self._messages.exchange(outgoing, incoming, self.operation, seconds, spin=self._may_spin())
         for (flat, _, _), (out, _) in zip(incoming, recvs, strict=True):
-            store(flat, out)
+            bring_back(flat, out)
 
     def split(self, name: str, ranks: Sequence[int] | None = None) -> SharedMemoryTransport | None:
         members = self.split_members(ranks)
