@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,11 +24,13 @@ from murmura.algorithms.weights import FlatWeights, Piece, as_real
 from murmura.buckets.flat import FlatTensors, plain_memory
 from murmura.collectives.chunks import chunk_bounds
 from murmura.compressors import Compressor
-from murmura.errors import ConfigError, MurmuraError
+from murmura.errors import ConfigError, MurmuraError, PeerTimeout
 from murmura.types import ReduceOp
 
 if TYPE_CHECKING:
     from murmura.transports.base import Transport
+
+log = logging.getLogger("murmura")
 
 
 class _Part(NamedTuple):
@@ -209,8 +211,12 @@ class DiLoCoAlgorithmImpl(AfterStepImpl):
 
     def close(self) -> None:
         if self._arrival is not None and sys.exc_info()[0] is None:  # otherwise the others may never come
-            with contextlib.suppress(MurmuraError):  # nobody needs its outcome: they may have left
+            try:
                 self._await_exchange()
+            except PeerTimeout as error:  # closing must work: no error, but not silence either
+                log.error("the exchange under way had failed at the end: %s", error)
+            except MurmuraError:
+                pass  # nobody needs its outcome: they may have left
         self._arrival = None
         if self._channel is not self.process_group:
             self._channel.close()
