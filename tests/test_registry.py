@@ -49,6 +49,8 @@ from murmura.tools.experiments import parse_algorithms
         ("b(x=1:y=c(z=2))", "b", {"x": 1, "y": "c(z=2)"}),
         ("b()", "b", {}),
         ("a:x=-1e-3", "a", {"x": -1e-3}),
+        ("a:x=-2:y=0x10:z=1_000", "a", {"x": -2, "y": 16, "z": 1000}),
+        ("a:x=nan:y=inf:z=[1]", "a", {"x": "nan", "y": "inf", "z": "[1]"}),
     ],
 )
 def test_options_follow_a_name(text: str, name: str, options: dict[str, Any]) -> None:

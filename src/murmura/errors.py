@@ -161,7 +161,7 @@ def peer_timeout(rank: int, awaited: Sequence[int], operation: str, waited: floa
 def peer_lost(rank: int, peer: int, operation: str, story: str) -> PeerLost:
     """The error of `rank`, which needs `peer`; `story` says what became of that: "raised ValueError: …"."""
     return PeerLost(
-        f"rank {rank} lost rank {peer}{_in(operation)}: rank {peer} {story}. "
+        f"rank {rank} lost rank {peer}{_in(operation)}: rank {peer} {story.removesuffix('.')}. "
         f"Look at rank {peer}'s own output for the cause; this transport is unusable, so start the world anew.",
         rank=rank,
         peer=peer,

@@ -6,9 +6,9 @@ itself a name with options stands in parentheses: "diloco:compressor=topk(ratio=
 
 from __future__ import annotations
 
-import ast
 import inspect
 import logging
+import math
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -188,11 +188,15 @@ def _split(text: str) -> list[str]:
 def _value(text: str) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
+    try:  # not ast.literal_eval, which is not safe in several threads before Python 3.12: ranks may be threads
+        return int(text, 0)
+    except ValueError:
+        pass
     try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+        value = float(text)
+    except ValueError:
         return text
-    return value if isinstance(value, int | float) else text
+    return value if math.isfinite(value) else text
 
 
 def _package(point: EntryPoint) -> str:

@@ -251,17 +251,28 @@ def test_a_manifest_in_another_folder_or_without_a_file(tmp_path: Path) -> None:
     assert all("does not name model.pt" in str(error) for error in errors_on(load, 2, tmp_path))
 
 
-def test_a_state_that_fits_on_one_rank_only_is_an_error_on_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        (["random", "torch"], "The state of this run is undefined"),
+        (["parts"], r"rank-1.pt has no 'parts'.*Nothing was changed"),
+        (["algorithm", "plan"], "this state has no 'plan'.*Nothing was changed"),
+    ],
+)
+def test_a_state_that_fits_on_one_rank_only_is_an_error_on_all(path: list[str], told: str, tmp_path: Path) -> None:
     on_ranks(lambda transport: save(transport, tmp_path, 1), 2)
     folder = tmp_path / "step-000000001"
-    own = torch.load(folder / "rank-1.pt", weights_only=True)
-    del own["random"]["torch"]
-    told = json.loads((folder / "manifest.json").read_text())
-    told["files"]["rank-1.pt"] = asdict(files.write_tensors(folder / "rank-1.pt", own))
-    (folder / "manifest.json").write_text(json.dumps(told))
+    own = place = torch.load(folder / "rank-1.pt", weights_only=True)
+    for key in path[:-1]:
+        place = place[key]
+    del place[path[-1]]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["rank-1.pt"] = asdict(files.write_tensors(folder / "rank-1.pt", own))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     for error in errors_on(load, 2, tmp_path):
         assert isinstance(error, CheckpointError)
         assert error.rank == 1
+        assert re.search(told, str(error))
 
 
 class Evil:

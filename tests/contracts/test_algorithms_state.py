@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from murmura import (
     LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
     MinMaxUInt8,
+    ReplicaDivergence,
     Transport,
     run_world,
 )
@@ -167,6 +168,95 @@ def test_a_ring_of_another_size_is_refused_with_the_reason(before: int, after: i
     saved = [states[-1] for _, states in run_world(run, before, algorithm, task, range(2), timeout=SECONDS)]
     with pytest.raises(ConfigError, match=rf"(?s){before}.*{after}|{after}.*{before}"):
         run_world(run, after, algorithm, task, [2], [*saved, *saved], timeout=SECONDS)
+
+
+def edits(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any, bool]]:
+    """Each field below `path` in `tree`, and the tree without it and with a string in its place."""
+    at = tree
+    for key in path:
+        at = at[key]
+    for key in at if isinstance(at, dict) else range(len(at)):
+        if isinstance(key, str):
+            for is_dropped in (True, False):
+                edited = copy.deepcopy(tree)
+                place = edited
+                for step in path:
+                    place = place[step]
+                if is_dropped:
+                    del place[key]
+                else:
+                    place[key] = "edited"
+                yield key, edited, is_dropped
+        if isinstance(at[key], dict | list):
+            yield from edits(tree, (*path, key))
+
+
+# What older versions have not saved, and compressors that take anything.
+MAY_BE_MISSING, MAY_BE_ANYTHING = ("trained", "moments", "kept", "arrival"), ("inner",)
+
+
+@every()
+def test_an_edited_state_is_refused_by_the_name_of_the_field_before_anything_changes(entry: Entry) -> None:
+    task = entry.fit(regression())
+
+    def visit(transport: Transport) -> list[str]:
+        _, states = run(transport, entry.make(), task, range(3))
+        state = states[-1]["algorithm"]
+        ddp = DDP(task.make_model(), transport, algorithm=entry.make())
+        fresh = repr(ddp.algorithm_state_dict())
+        wrong = []
+        for key, edited, is_dropped in edits(state):
+            if (is_dropped and (key in MAY_BE_MISSING or key in ddp.module.state_dict())) or key in MAY_BE_ANYTHING:
+                continue
+            try:
+                ddp.load_algorithm_state_dict(edited)
+            except ConfigError as error:
+                if f"{key}" not in str(error) and key != "name":
+                    wrong.append(f"{key}: {error}")
+            except Exception as error:
+                wrong.append(f"{key}: {error!r}")
+            else:
+                wrong.append(f"{key} {is_dropped} was accepted")
+        if repr(ddp.algorithm_state_dict()) != fresh:
+            wrong.append("something was changed")
+        ddp.close()
+        return wrong
+
+    assert on_ranks(visit, 2) == [[], []]
+
+
+@every()
+def test_states_of_different_steps_are_refused_on_every_rank(entry: Entry) -> None:
+    task = entry.fit(regression())
+
+    def visit(transport: Transport) -> str:
+        _, states = run(transport, entry.make(), task, range(3))
+        ddp = DDP(task.make_model(), transport, algorithm=entry.make())
+        with pytest.raises(ReplicaDivergence) as caught:
+            ddp.load_algorithm_state_dict(states[2 - transport.rank]["algorithm"])
+        assert ddp.algorithm_state_dict()["round"] == 0
+        ddp.close()
+        return str(caught.value)
+
+    told = on_ranks(visit, 2)
+    assert all("rank 0: round 3\n  rank 1: round 2\n" in each for each in told)
+
+
+def test_ranks_that_go_by_the_clock_resume_where_each_has_been() -> None:
+    def visit(transport: Transport) -> int:
+        state: dict[str, Any] = {}
+        for rounds in (transport.rank, 1):
+            ddp = DDP(regression().make_model(), transport, algorithm=AsyncModelAverageAlgorithm(10_000))
+            if state:
+                ddp.load_algorithm_state_dict(state)
+            optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+            for number in range(rounds):
+                step(ddp, optimizer, regression(), number, transport.rank)
+            state = ddp.algorithm_state_dict()
+            ddp.close()
+        return int(state["round"])
+
+    assert on_ranks(visit, 2) == [1, 2]
 
 
 def test_a_state_knows_how_far_it_was() -> None:

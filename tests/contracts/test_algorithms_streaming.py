@@ -436,3 +436,21 @@ def test_two_fragments_in_flight_are_refused(choices: dict[str, Any], reason: st
     with pytest.raises(ConfigError) as refusal:
         StreamingDiLoCoAlgorithm(**choices)
     assert reason in str(refusal.value)
+
+
+@pytest.mark.timed
+def test_a_peer_that_does_not_come_when_the_model_is_closed_is_spoken_of(caplog: pytest.LogCaptureFixture) -> None:
+    has_closed = threading.Event()
+
+    def visit(transport: Transport) -> None:
+        task = regression()
+        ddp = DDP(task.make_model(), transport, algorithm=streaming(4, 1, 3, 0.5))
+        if transport.rank == 0:  # whose exchange begins after this round
+            step(ddp, task.make_optimizer(ddp.parameters()), task, 0, transport.rank)
+        else:
+            assert has_closed.wait(SECONDS)
+        ddp.close()
+        has_closed.set()
+
+    run_world(visit, 2, timeout=0.5)
+    assert "the exchange under way had failed at the end: rank 0 waited" in caplog.text

@@ -181,12 +181,12 @@ def _judge_fields(case: Case, ending: Ending) -> Iterator[str]:
         yield f".peer is {ending.fields.get('peer')}, not {case.culprit}"
     if ending.fields.get("rank") != ending.rank:
         yield f".rank is {ending.fields.get('rank')}, not {ending.rank}"
-    if not re.search(rf"\brank {ending.rank}\b", ending.message):
+    if not re.search(rf"\brank {ending.rank}\b", ending.message, re.IGNORECASE):
         yield f"the text does not name rank {ending.rank}"
 
 
 def _judge_words(case: Case, words: str) -> Iterator[str]:
-    if not re.search(rf"\branks? (\d+, )*(\d+ and )?{case.culprit}\b", words):
+    if not re.search(rf"\branks? (\d+, )*(\d+ and )?{case.culprit}\b", words, re.IGNORECASE):
         yield f"the text does not name rank {case.culprit}"
     if innocent := {int(rank) for rank in re.findall(r"\blost rank (\d+)", words)} - {case.culprit}:
         yield f"the text loses {sorted(innocent)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -157,6 +158,59 @@ def test_a_launcher_that_dies_is_missed(failure: Failure | None, monkeypatch: py
     assert (found.rank, found.exit_status) == (None, 1)
     assert str(found).startswith(f"the launcher on host 1 ({platform.node()}) is gone:\nIt has sent no heartbeat for ")
     assert second.has_failure(attempt)  # so says node 0, if it was only asleep
+
+
+class Stoppable:
+    """`store`, whose answers wait while it is stopped."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.goes_on = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        assert self.goes_on.wait(30.0)
+        return getattr(self._store, name)
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("failure", [None, Failure(0, "here", 1, "ValueError", 1)], ids=["working", "failed"])
+def test_a_host_0_whose_store_is_silent_is_missed(failure: Failure | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("murmura.launch.multi_host.HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr("murmura.launch.multi_host.LOST_SECONDS", 0.5)
+    monkeypatch.setattr("murmura.transports.bounded_store.ANSWER_SECONDS", 0.2)
+    (_first, _), (second, attempt) = agreed()
+    assert not second.has_failure(attempt)
+    stopped = second._store._inner = Stoppable(second._store._inner)
+    try:
+        began = time.monotonic()
+        if failure is None:
+            while not second.has_failure(attempt):
+                assert time.monotonic() - began < 5
+        found = second.await_root_cause(attempt, failure)
+        assert time.monotonic() - began < 5
+        if failure is None:
+            assert str(found).startswith(
+                f"the launcher on host 0 ({platform.node()}) is gone:\nIt has not answered for "
+            )
+        else:
+            assert found is failure
+    finally:
+        stopped.goes_on.set()
+
+
+def test_a_store_that_is_slow_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("murmura.launch.multi_host.HEARTBEAT_SECONDS", 0.0)
+    monkeypatch.setattr("murmura.transports.bounded_store.ANSWER_SECONDS", 0.05)
+    (first, first_attempt), (second, attempt) = agreed()
+    stopped = second._store._inner = Stoppable(second._store._inner)
+    assert not second.has_failure(attempt)
+    assert second._store.is_silent
+    stopped.goes_on.set()
+    failure = Failure(1, "there", 1, "ValueError", 1)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(second.await_root_cause, attempt, failure)
+        assert first.await_root_cause(first_attempt, None) == failure
+        assert ended.result(10) == failure
 
 
 @pytest.mark.timed

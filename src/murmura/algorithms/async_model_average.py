@@ -49,6 +49,10 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return Exchanges.GRADIENTS if self._round < self.warmup_rounds else Exchanges.WEIGHTS
 
     @property
+    def in_step(self) -> bool:  # type: ignore[override]
+        return self.sync_interval_rounds is not None
+
+    @property
     def _round(self) -> int:
         return 0 if self._replica is None else self._replica.round
 

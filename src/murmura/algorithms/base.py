@@ -100,6 +100,9 @@ class AlgorithmImpl:
     For algorithms whose messages also carry residuals of earlier ones, which must not be weighted again.
     """
 
+    in_step = True
+    """Whether all ranks have completed as many rounds whenever they exchange; a resumed run is then checked for it."""
+
     def __init__(self, process_group: Transport, **choices: Any) -> None:
         """Made by `Algorithm.reify` with the fields of the declaration, which become attributes of the same names."""
         self.process_group = process_group

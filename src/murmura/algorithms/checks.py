@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import reprlib
+from collections.abc import Mapping
 from numbers import Real
+
+from torch import Tensor
 
 from murmura.compressors import Compressor, compressor_named
 from murmura.errors import ConfigError, UsageError
@@ -17,6 +21,27 @@ def instances_of(kind: type, **choices: object) -> None:
             raise ConfigError(
                 f"{name}={value!r} is no {kind.__name__}: give an object, such as {made_by.__name__}(...)."
             )
+
+
+NOT_SAVED = "It was edited, or another version saved it. Load another checkpoint, or leave the algorithm's state out."
+
+
+def check_fields(state: object, where: str = "this state", /, **kinds: type | tuple[type, ...]) -> None:
+    """Raise `ConfigError` unless `state`, as errors call it `where`, holds an object of its kind in each field."""
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"{where} is {reprlib.repr(state)} instead of a dict. {NOT_SAVED}")
+    for name, kind in kinds.items():
+        if name not in state:
+            raise ConfigError(f"{where} has no {name!r}. {NOT_SAVED}")
+        value = state[name]
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ConfigError(f"{name!r} in {where} is {reprlib.repr(value)}. {NOT_SAVED}")
+
+
+def check_saved_tensor(name: str, value: object) -> None:
+    """Raise `ConfigError` unless `value`, which a state holds for parameter `name`, is a tensor like a parameter."""
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        raise ConfigError(f"this state holds {reprlib.repr(value)} for {name!r} instead of a tensor. {NOT_SAVED}")
 
 
 def check_replica(replica: object) -> None:

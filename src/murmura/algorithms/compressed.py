@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from murmura.algorithms.checks import NOT_SAVED, check_fields, check_saved_tensor
 from murmura.compressors import Compressor
 from murmura.errors import ConfigError, UsageError
 from murmura.transports.base import Transport
@@ -167,9 +169,9 @@ class CompressedMean(ABC):
         check_residuals(state, self._mean_encoder, self._transport.world_size)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.check_state(state)
         if not has_residuals(state):
             return
-        self.check_state(state)
         for encoder, each in zip(self._encoders, state["encoders"], strict=True):
             encoder.load_state_dict(each)
         self._mean_encoder.load_state_dict(state["mean_encoder"])
@@ -187,6 +189,15 @@ def check_residuals(state: Mapping[str, Any], compressor: Compressor | None, num
     It can if its own state has the same keys and the values are cut into the same streams. The streams are compared
     only if `num_ranks` says how many ranks exchange here.
     """
+    check_fields(state, "a compressed mean in this state", encoders=list, mean_encoder=Mapping)
+    for each in state["encoders"]:
+        check_fields(each, "an encoder in this state")
+    kept = state.get("kept")
+    if kept is not None and not (isinstance(kept, list) and len(kept) == 1 + len(state["encoders"])):
+        raise ConfigError(f"'kept' in a compressed mean in this state is {reprlib.repr(kept)}. {NOT_SAVED}")
+    for each in kept or ():
+        if each is not None:
+            check_saved_tensor("kept", each)
     if not has_residuals(state):
         return
     num_streams = len(state["encoders"])
@@ -197,12 +208,27 @@ def check_residuals(state: Mapping[str, Any], compressor: Compressor | None, num
             f"compressor={compressor!r} cannot load the compression residuals in this state, which another compressor "
             "has saved. Resume with that compressor, or leave the algorithm's state out."
         )
+    _check_loads(compressor, [*state["encoders"], state["mean_encoder"]])
     if num_ranks is not None and not is_gathered and num_streams != num_ranks:
         raise ConfigError(
             f"this state was saved by {num_streams} ranks that exchange, and here are {num_ranks}: its compression "
             f"residuals belong to the chunks of {num_streams} ranks. Resume with as many, or leave the algorithm's "
             "state out."
         )
+
+
+def _check_loads(compressor: Compressor, states: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `ConfigError` unless an encoder takes each of these states."""
+    if compressor.for_bucket() is compressor:
+        return  # there is none to try it with
+    for state in states:
+        try:
+            compressor.for_bucket().load_state_dict(state)
+        except Exception as error:  # whatever a compressor of the user's raises
+            raise ConfigError(
+                f"compressor={compressor!r} cannot load the state {reprlib.repr(state)} of an encoder: "
+                f"{type(error).__name__}: {error}. {NOT_SAVED}"
+            ) from error
 
 
 def carries_state(compressor: Compressor) -> bool:

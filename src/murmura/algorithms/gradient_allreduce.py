@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
-from murmura.algorithms.checks import take_compressor, yes_or_no
+from murmura.algorithms.checks import check_fields, take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean, Residual, carries_state, check_residuals
 from murmura.algorithms.hierarchy import Hierarchy
@@ -136,6 +136,7 @@ class GradientAllReduceAlgorithmImpl(SkippedStepsImpl):
         return {"rounds_since_step": self._rounds_since_step, "compressed": {**means, **self._restored}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
+        check_fields(state, rounds_since_step=int, compressed=Mapping)
         leaders = self._hierarchy.leaders
         for each in state["compressed"].values():
             check_residuals(each, self.compressor, None if leaders is None else leaders.world_size)

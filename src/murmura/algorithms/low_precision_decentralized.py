@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from murmura.algorithms.after_step import AfterStepImpl
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
-from murmura.algorithms.checks import at_least_one, take_compressor, yes_or_no
+from murmura.algorithms.checks import at_least_one, check_fields, take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread, cut
 from murmura.algorithms.compressed import wide
 from murmura.algorithms.hierarchy import Hierarchy
@@ -189,6 +190,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AfterStepImpl):
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
+        check_fields(state, ring=(list, tuple, NoneType), w=Mapping, left=Mapping, right=Mapping)
         leaders = self._hierarchy.leaders
         place = None if leaders is None else (leaders.rank, leaders.world_size)
         saved_place = None if state["ring"] is None else tuple(state["ring"])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
-from murmura.algorithms.checks import at_least_one
+from murmura.algorithms.checks import at_least_one, check_fields
 from murmura.algorithms.names import as_algorithm
 from murmura.algorithms.switching import replace_algorithm
 from murmura.buckets import Bucket
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 class PhasedImpl(AlgorithmImpl):
     """The running state of `Phased` for one model; `running` is the algorithm of the present phase."""
+
+    in_step = False  # as far as it is known before the phase of a state is: one of them may go by the clock
 
     first: Algorithm
     until_round: int
@@ -119,6 +121,7 @@ class PhasedImpl(AlgorithmImpl):
         return {"is_first": self._is_first, "running": self.running.state_dict()}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
+        check_fields(state, is_first=bool, running=Mapping)
         if state["is_first"] == self._is_first:  # the other phase cannot tell before it runs
             self.running.check_state(state["running"])
 

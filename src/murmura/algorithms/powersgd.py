@@ -8,13 +8,21 @@ import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
-from murmura.algorithms.checks import at_least, at_least_one, is_real, yes_or_no
+from murmura.algorithms.checks import (
+    at_least,
+    at_least_one,
+    check_fields,
+    check_saved_tensor,
+    is_real,
+    yes_or_no,
+)
 from murmura.algorithms.compressed import wide
 from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.parameter_state import ParameterState
@@ -242,6 +250,7 @@ class PowerSGDAlgorithmImpl(SkippedStepsImpl):
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
+        check_fields(state, rounds_since_step=int, errors=Mapping, factors=Mapping)
         parameters = zip(self._replica.names, self._replica.parameters, strict=True)
         shapes = {name: matrix_shape(parameter.shape) for name, parameter in parameters}
         for name, error in _all_tensors(state["errors"]):
@@ -271,8 +280,10 @@ class PowerSGDAlgorithmImpl(SkippedStepsImpl):
 
 def _all_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """What the state of a `ParameterState` holds, with the names of the parameters."""
-    yield from state["tensors"].items()
-    yield from (state["kept"] or {}).items()
+    check_fields(state, "the state of parameters", tensors=Mapping, kept=(Mapping, NoneType))
+    for name, tensor in (*state["tensors"].items(), *(state["kept"] or {}).items()):
+        check_saved_tensor(name, tensor)
+        yield name, tensor
 
 
 _LOADING = threading.Lock()

@@ -10,6 +10,7 @@ import torch
 
 from murmura.algorithms.after_step import AfterStepImpl
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters
+from murmura.algorithms.checks import NOT_SAVED, check_fields, is_real
 from murmura.algorithms.mixing import Mixer
 from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.topology import (
@@ -112,11 +113,14 @@ class PushSumAlgorithmImpl(AfterStepImpl):
         return {"x": self._weights.by_name(self._x), "w": list(self._w), "number": self._number}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
+        check_fields(state, x=Mapping, w=list, number=int)
         if len(state["w"]) != self.process_group.world_size:
             raise ConfigError(
                 f"this state was saved by {len(state['w'])} ranks, and here are {self.process_group.world_size}: their "
                 "weights in the mean do not fit. Go on with as many ranks, or start anew from ddp.average_parameters()."
             )
+        if not all(is_real(w) and w > 0 for w in state["w"]) or abs(sum(state["w"]) - len(state["w"])) > 1e-6:
+            raise ConfigError(f"'w' in this state is {state['w']}, no shares of {len(state['w'])} ranks. {NOT_SAVED}")
         self._weights.check_by_name(state["x"])
 
     def take_state(self, state: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Parameters, Replica
-from murmura.algorithms.checks import instances_of, take_compressor, yes_or_no
+from murmura.algorithms.checks import NOT_SAVED, check_fields, instances_of, take_compressor, yes_or_no
 from murmura.algorithms.codec_thread import CodecThread
 from murmura.algorithms.compressed import CompressedMean, Residual, check_residuals
 from murmura.algorithms.hierarchy import Hierarchy
@@ -221,6 +221,11 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
+        check_fields(state, is_warm=bool, layouts=list, compressed=list)
+        for layout in state["layouts"]:
+            is_pair = isinstance(layout, list | tuple) and [type(each) for each in layout] == [list, list]
+            if not is_pair or not layout[0] or len(layout[0]) != len(layout[1]):
+                raise ConfigError(f"'layouts' in this state holds {layout!r}. {NOT_SAVED}")
         leaders = self._hierarchy.leaders
         for each in state["compressed"]:
             check_residuals(each, self.compressor, None if leaders is None else leaders.world_size)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from murmura.algorithms.base import Replica
-from murmura.algorithms.checks import check_replica, instances_of
+from murmura.algorithms.checks import NOT_SAVED, check_replica, check_saved_tensor, instances_of
 from murmura.buckets.flat import FlatTensors
 from murmura.compressors.base import PIECE_ELEMENTS
 from murmura.errors import ConfigError
@@ -116,6 +116,7 @@ class FlatWeights(FlatTensors):
         """Raise `ConfigError` if `saved` holds what the model has not, or another number of elements of it."""
         tensors = self._with_others()
         for name, value in saved.items():
+            check_saved_tensor(name, value)
             if not self._is_known(name) or (name in tensors and tensors[name].numel() != value.numel()):
                 raise of_another_model(name, value.numel())
 
@@ -127,12 +128,20 @@ class FlatWeights(FlatTensors):
             if name in parts:
                 parts[name].copy_(value)
 
-    def held_pieces(self, pieces: Sequence[Piece], values: Tensor) -> tuple[list[Piece], Tensor]:
-        """Those of the saved `pieces` that are weights here, and a copy of their part of `values`."""
-        tensors, others = self._by_name(), self._with_others()
-        for name, _, stop in pieces:
+    def check_pieces(self, pieces: Sequence[Sequence[Any]], values: Tensor) -> None:
+        """Raise `ConfigError` unless saved `pieces` are of the model, and `values` are theirs, end to end."""
+        others, numel = self._with_others(), 0
+        for name, start, stop in pieces:
+            check_saved_tensor(name, values)
             if not self._is_known(name) or (name in others and stop > others[name].numel()):
                 raise of_another_model(name, stop)
+            numel += stop - start
+        if numel != values.numel():
+            raise ConfigError(f"this state holds {values.numel()} elements for pieces of {numel}. {NOT_SAVED}")
+
+    def held_pieces(self, pieces: Sequence[Piece], values: Tensor) -> tuple[list[Piece], Tensor]:
+        """Those of the saved `pieces` that are weights here, and a copy of their part of `values`."""
+        tensors = self._by_name()
         parts = torch.split(values, [stop - start for _, start, stop in pieces])
         held = [(piece, part) for piece, part in zip(pieces, parts, strict=True) if piece.name in tensors]
         return [piece for piece, _ in held], torch.cat([part for _, part in held]) if held else values.new_empty(0)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from murmura.algorithms.checks import check_fields
 from murmura.checkpoint import manifest as manifests
 from murmura.checkpoint.files import read_tensors
 from murmura.checkpoint.manifest import Manifest, folder_name, steps_in
@@ -69,16 +70,17 @@ class Loading:
                 raise CheckpointError(f"{path / manifests.FILE} is damaged: it does not name {name}")
             return read_tensors(path / name, manifest.files[name])
 
-        own = tensors(f"rank-{self._channel.rank if is_same_world else 0}.pt")
+        own = tensors(name := f"rank-{self._channel.rank if is_same_world else 0}.pt")
+        check_fields(own, str(path / name), model=dict, parts=dict, algorithm=dict, random=object)
         model, parts = own["model"], own["parts"]
         if manifest.replicas == "equal":
             model, parts = tensors("model.pt"), {**tensors("common.pt"), **parts}
             model.update(own["model"])  # in place, to keep the state dict's metadata of versions
+        check_fields(parts, f"what {path} holds", **dict.fromkeys(self._parts, object))
         algorithm = own["algorithm"]
         if not is_same_world:
             algorithm = {**algorithm, "algorithm": self._ddp.algorithm_state_dict()["algorithm"]}
-        else:
-            self._ddp.algorithm.check_state(algorithm["algorithm"])
+        self._ddp.check_algorithm_state(algorithm)
         random = own["random"] if is_same_world else None
         return {"model": model, "parts": parts, "algorithm": algorithm, "random": random}
 

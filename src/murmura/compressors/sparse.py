@@ -161,6 +161,8 @@ class RandomK(_Sparse):
         return {"number": self._number}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state["number"], int):
+            raise ConfigError(f"'number' in the state of RandomK is {state['number']!r}, and must be a whole number.")
         self._number = state["number"]
 
 

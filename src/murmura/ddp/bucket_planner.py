@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from murmura.algorithms.checks import NOT_SAVED, check_fields
 from murmura.buckets import Bucket, ParameterSpec, bucket_limit, plan_buckets
 from murmura.buckets.flat import Allocate
 from murmura.ddp.replica import ModelReplica
@@ -95,16 +96,24 @@ class BucketPlanner:
             "is_observed": self.is_observed,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut the buckets as the run did that this one resumes: what was frozen then has no place yet."""
-        place = {name: index for index, name in enumerate(self._replica.names)}
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` unless `state` cuts buckets of this model."""
+        check_fields(state, "'plan' in this state", buckets=list, is_observed=bool)
+        if not all(isinstance(bucket, list | tuple) and bucket for bucket in state["buckets"]):
+            raise ConfigError(f"'buckets' in this state is {state['buckets']!r}, no lists of names. {NOT_SAVED}")
         names = [name for bucket in state["buckets"] for name in bucket]
-        unknown = [name for name in names if name not in place]
+        unknown = [name for name in names if name not in self._replica.names]
         if unknown:
             raise ConfigError(
                 f"this state holds parameter {unknown[0]!r}, which the model here does not have: it was saved for "
                 "another model."
             )
+        if len(set(names)) < len(names):
+            raise ConfigError(f"'buckets' in this state holds a parameter twice: {state['buckets']!r}. {NOT_SAVED}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Cut the buckets as the run did that this one resumes: what was frozen then has no place yet."""
+        place = {name: index for index, name in enumerate(self._replica.names)}
         self.is_observed = state["is_observed"]
         self._cut = [tuple(place[name] for name in bucket) for bucket in state["buckets"]]
         self._order = [index for bucket in self._cut for index in bucket]

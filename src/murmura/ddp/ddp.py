@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from murmura.algorithms import Algorithm, AlgorithmImpl
+from murmura.algorithms.checks import at_least, check_fields
 from murmura.algorithms.names import PLAIN, as_algorithm
 from murmura.ddp import consensus, replica_checks
 from murmura.ddp.options import check_options
@@ -309,12 +310,9 @@ class DDP(TorchSurface):
         The same parameters take part as in the run that was saved: one that was frozen when this model was wrapped
         counts as frozen since.
         """
-        if state["name"] != type(self.algorithm).__name__:
-            raise ConfigError(
-                f"this state was saved by {state['name']}, and {type(self.algorithm).__name__} is running. Wrap the "
-                "model with the algorithm that was saved, or leave its state out."
-            )
-        self.algorithm.check_state(state["algorithm"])
+        self.check_algorithm_state(state)
+        if self.algorithm.in_step:
+            replica_checks.check_same_round(self._replica.transport, state["round"])
         self._driver.settling.settle()
         self._driver.reducer.load_plan(state["plan"])
         self._driver.trained.load_state_dict(state.get("trained"), self.algorithm)
@@ -323,6 +321,24 @@ class DDP(TorchSurface):
         if "moments" in state:  # older states have none
             self._replica.load_moments_state(state["moments"])
         self._driver.after_state_load()
+
+    def check_algorithm_state(self, state: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` unless `load_algorithm_state_dict` takes `state` here; change nothing, and send nothing.
+
+        Call it where other things are loaded before the algorithm's state.
+        """
+        check_fields(state, name=object, round=int, plan=Mapping, algorithm=Mapping)
+        if state["name"] != type(self.algorithm).__name__:
+            raise ConfigError(
+                f"this state was saved by {state['name']}, and {type(self.algorithm).__name__} is running. Wrap the "
+                "model with the algorithm that was saved, or leave its state out."
+            )
+        at_least(0, round=state["round"])
+        self._driver.planner.check_state(state["plan"])
+        self._driver.trained.check_state(state.get("trained"), state["plan"])
+        if "moments" in state:
+            check_fields(state["moments"], "'moments' in this state", may_differ=bool, pending=bool)
+        self.algorithm.check_state(state["algorithm"])
 
     def remember_optimizer(self, optimizer: Optimizer) -> None:
         """Tell of an optimizer before its first step, when its state has been loaded. Collective.

@@ -57,6 +57,18 @@ def check_same_algorithm(transport: Transport, algorithm: Algorithm) -> None:
         _refuse_other_algorithms(transport, [text for (text,) in texts])
 
 
+def check_same_round(transport: Transport, number: int) -> None:
+    """Raise `ReplicaDivergence` on every rank unless all ranks resume before the same round."""
+    texts = _compare(transport, "the round that it resumes", [str(number)])
+    if texts is not None:
+        told = zip(transport.world_ranks, texts, strict=True)
+        rows = "\n".join(f"  rank {rank}: round {text}" for rank, (text,) in told)
+        raise ReplicaDivergence(
+            f"the ranks load states of different steps:\n{rows}\n"
+            "Load what was saved after the same step on every rank, as Checkpointer does."
+        )
+
+
 def _refuse_other_algorithms(transport: Transport, chosen: Sequence[str]) -> None:
     if len(set(chosen)) > 1:
         rows = "\n".join(f"  rank {rank}: {text}" for rank, text in zip(transport.world_ranks, chosen, strict=True))

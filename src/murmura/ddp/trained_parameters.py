@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from murmura.algorithms import AlgorithmImpl
+from murmura.algorithms.checks import NOT_SAVED
 from murmura.ddp import hooks, replica_checks
 from murmura.ddp.bucket_planner import BucketPlanner
 from murmura.ddp.gradient_reducer import GradientReducer
 from murmura.ddp.replica import ModelReplica
+from murmura.errors import ConfigError
 
 
 class TrainedParameters:
@@ -55,6 +57,14 @@ class TrainedParameters:
     def state_dict(self) -> list[str]:
         """The names of those that take part."""
         return [name for name in self._replica.names if name in self._replica.trained]
+
+    def check_state(self, names: object, plan: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` unless `names` are of parameters that have a place in `plan`, or None."""
+        placed = [name for bucket in plan["buckets"] for name in bucket]
+        if names is not None and not (isinstance(names, list) and all(each in placed for each in names)):
+            raise ConfigError(
+                f"'trained' in this state is {names!r}, of which 'plan' has no place for some. {NOT_SAVED}"
+            )
 
     def load_state_dict(self, names: Iterable[str] | None, algorithm: AlgorithmImpl) -> None:
         """Let `names` take part, as in the run whose plan has been loaded, whichever are frozen here.

@@ -296,4 +296,4 @@ def _check_fits(ddp: DDP, optimizers: Sequence[Stateful], others: Sequence[State
             "that was saved, or begin anew from the plain file"
         )
     if state["world_size"] == here:  # otherwise only the round is taken over
-        ddp.algorithm.check_state(state["algorithm"]["algorithm"])
+        ddp.check_algorithm_state(state["algorithm"])

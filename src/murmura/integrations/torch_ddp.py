@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from murmura.algorithms import Algorithm, AlgorithmImpl, GradientAllReduceAlgorithmImpl
 from murmura.algorithms.background_exchange import BackgroundExchanges
+from murmura.algorithms.checks import check_fields
 from murmura.algorithms.names import as_algorithm
 from murmura.buckets import Bucket
 from murmura.ddp.replica import ModelReplica
@@ -126,6 +127,7 @@ class AppliedAlgorithm:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned on this rank; every rank calls it, before its first backward."""
+        check_fields(state, name=object, cut=list, algorithm=Mapping)
         here = type(self._algorithm).__name__
         if state["name"] != here:
             raise ConfigError(f"this state was saved by {state['name']}, and {here} is running. Apply the same one.")

@@ -2,7 +2,7 @@
 
 They use a store at a fixed address, which node 0's launcher serves as long as any of them has ranks running. Values
 are JSON, signed if the job has a secret. Each launcher writes a heartbeat; node 0 reports those whose heartbeat stops
-as lost.
+as lost. If the store stops to answer, node 0's launcher is lost to the others.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import torch.distributed as dist
 from murmura.config import parse_address
 from murmura.errors import ConfigError, RendezvousError
 from murmura.launch.plan import Attempt, LaunchPlan
-from murmura.launch.root_cause import CRASH_PRIORITY, Failure, root_cause
+from murmura.launch.root_cause import CRASH_PRIORITY, STOPPED_PRIORITY, Failure, root_cause
 from murmura.launch.supervisor import GRACE_SECONDS, KILL_SECONDS, STOP_AFTER_FAILURE_SECONDS
-from murmura.transports.rendezvous import Store, reach_store, serve_store, under
+from murmura.transports.bounded_store import StoreSilent
+from murmura.transports.rendezvous import Store, bounded, reach_store, serve_store, under
 from murmura.transports.signed_store import ADVICE, SignedStore
 from murmura.transports.watched_store import nobody, poll
 
 POLL_SECONDS = 0.05
 HEARTBEAT_SECONDS = 0.5  # between two heartbeats, and between two checks of the other hosts
-LOST_SECONDS = 15.0  # without a heartbeat: the launcher counts as lost; a busy host may be late by some seconds
+LOST_SECONDS = 15.0  # without a heartbeat, or an answer of the store: the launcher counts as lost; busy hosts are late
 LOST_AFTER_FAILURE_SECONDS = 5.0  # the same once the job has failed
 SCOPE = "murmura/launch"
 
@@ -41,13 +42,14 @@ class LauncherGroup:
         self._peers = [node for node in range(plan.num_nodes) if node != plan.node_rank]
         self._address = parse_address(plan.coordinator)
         store = _serve(plan) if plan.node_rank == 0 else _reach(plan)
-        self._store = under(store, SCOPE)
+        self._store = under(bounded(store), SCOPE)  # the launcher watches its ranks while it does not answer
         if plan.secret:
             self._store = SignedStore(self._store, plan.secret, SCOPE)
         self._checked_at = 0.0
         self._heartbeat_at = 0.0
         self._heartbeats: dict[int, tuple[bytes, float]] = {}  # at node 0, by node: the last value, and since when
         self._lost: set[int] = set()
+        self._silent_since: float | None = None
         self._hosts: list[str] = []
 
     def rendezvous(self, number: int) -> Attempt:
@@ -106,7 +108,7 @@ class LauncherGroup:
             return
         if not poll(lambda: bool(self._store.check([key])), plan.timeout, nobody):
             raise RendezvousError(f"host {plan.node_rank} waited {plan.timeout:.0f} s for host 0 to admit it.", (0,))
-        if own.encode() not in bytes(self._store.get(key)):
+        if own.encode() not in self._get(key):
             raise RendezvousError(
                 f"host 0 has admitted another launcher as host {plan.node_rank}. Give each host its own --node-rank."
             )
@@ -121,6 +123,7 @@ class LauncherGroup:
         self._checked_at = time.monotonic()
         try:
             self._heartbeat(attempt, LOST_SECONDS)
+            self._check_answers()
             return bool(self._store.check([f"{attempt.job}/failed"]))
         except dist.DistError:
             return True
@@ -144,9 +147,12 @@ class LauncherGroup:
             missing = self._await_ends(attempt)
             for node in self._peers:
                 if node not in missing:
-                    reported = self._store.get(f"{attempt.job}/ended/{node}")
+                    reported = self._get(f"{attempt.job}/ended/{node}")
                     if reported != b"null":
                         failures.append(Failure.from_json(reported))
+        except StoreSilent as error:
+            stopped = failure is None or failure.priority == STOPPED_PRIORITY  # for that reason
+            return self._launcher_lost(0, str(error)) if stopped else failure
         except dist.DistError:
             return failure or self._launcher_lost(0, "The others cannot know how this job ended.")
         except ValueError:
@@ -169,6 +175,7 @@ class LauncherGroup:
                 deadline = time.monotonic() + GRACE_SECONDS + STOP_AFTER_FAILURE_SECONDS + KILL_SECONDS
             if time.monotonic() > deadline:
                 break
+            self._check_answers()
             self._heartbeat(attempt, LOST_AFTER_FAILURE_SECONDS if has_failed else LOST_SECONDS)
             time.sleep(POLL_SECONDS)
         return missing
@@ -205,7 +212,7 @@ class LauncherGroup:
     def _read_heartbeat(self, attempt: Attempt, node: int) -> bytes:
         key = f"{attempt.job}/beat/{node}"
         try:
-            return bytes(self._store.get(key)) if self._store.check([key]) else b""
+            return self._get(key) if self._store.check([key]) else b""
         except RendezvousError:  # not signed with the secret: written by a stranger
             return b""
 
@@ -219,12 +226,34 @@ class LauncherGroup:
         while missing := [node for node in missing if not self._store.check([f"{what}/{node}"])]:
             if time.monotonic() > deadline:
                 return missing
+            self._check_answers()
             time.sleep(POLL_SECONDS)
         return []
 
+    def _get(self, key: str) -> bytes:
+        """What somebody has set in the store; one that is slow is asked again."""
+        while True:
+            try:
+                return bytes(self._store.get(key))
+            except StoreSilent:
+                self._check_answers()
+                time.sleep(POLL_SECONDS)
+
+    def _check_answers(self) -> None:
+        """Raise `StoreSilent` if the store has not answered for `LOST_SECONDS`."""
+        now = time.monotonic()
+        if not self._store.is_silent:
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = now
+        elif now - self._silent_since > LOST_SECONDS:
+            raise StoreSilent(
+                f"It has not answered for {LOST_SECONDS:.0f} s: it was stopped, or its host or the network is down."
+            )
+
     def _read_node(self, number: int, node: int) -> dict[str, Any]:
         try:
-            fields = json.loads(self._store.get(f"ready/{number}/{node}"))
+            fields = json.loads(self._get(f"ready/{number}/{node}"))
             numbers = {name: int(fields[name]) for name in ("ranks", "nodes", "restarts")}
             return {**numbers, "job": str(fields["job"]), "host": str(fields["host"])}
         except (ValueError, TypeError, KeyError) as error:

@@ -109,6 +109,7 @@ class Transport(Operations, ABC):
 
         On a GPU all channels have one order on the device, in which every rank must use them; see `host_channel`.
         """
+        checks.check_name(name)
         self.announce()
         channel = self.split(name)
         assert channel is not None  # every rank is a member
@@ -124,6 +125,7 @@ class Transport(Operations, ABC):
 
     def subgroup(self, ranks: Sequence[int]) -> Transport | None:
         """The transport of `ranks` only; None on the other ranks."""
+        checks.check_members(ranks, self.world_size)
         return self.split("subgroup-" + "-".join(map(str, ranks)), ranks)
 
     def tagged_messages(self) -> TaggedMessages:
@@ -288,9 +290,8 @@ class Transport(Operations, ABC):
     ) -> Any:
         """Fill `out` with this rank's entry of rank `src`'s `tensors`, which only rank `src` gives."""
         checks.check_scatter(tensors, src, out, timeout, self.rank, self.world_size)
-        return self.run_operation(
-            "scatter", lambda: self.do_scatter(tensors, src, out, timeout), async_op, tensors or (), [out]
-        )
+        sent: Tensors = () if tensors is None or self.rank != src else tensors
+        return self.run_operation("scatter", lambda: self.do_scatter(tensors, src, out, timeout), async_op, sent, [out])
 
     @overload
     def all_to_all(self, sends: Tensors, recvs: Tensors, *, async_op: Sync = ..., timeout: Seconds = ...) -> None: ...
@@ -365,6 +366,7 @@ class Transport(Operations, ABC):
 
         Not collective: ranks may allocate what and when they like. Slices of it are as good as the whole.
         """
+        checks.check_allocation(numel, dtype, device)
         try:
             return torch.zeros(numel, dtype=dtype, device=device)
         except RuntimeError as error:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import threading
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -32,9 +33,18 @@ class Check(StrEnum):
 
 
 def check_rank(rank: int, world_size: int, what: str) -> None:
-    """Refuse a number that is no rank of the world; `what` is the argument's name."""
-    if not 0 <= rank < world_size:
-        raise UsageError(f"{what}={rank} is not a rank of this world: ranks go from 0 to {world_size - 1}.")
+    """Refuse what is no rank of the world; `what` is the argument's name."""
+    if not _is_whole(rank) or not 0 <= rank < world_size:
+        raise UsageError(f"{what}={rank!r} is not a rank of this world: ranks go from 0 to {world_size - 1}.")
+
+
+def _is_whole(value: object) -> bool:
+    """Whether `value` is a whole number, of Python, numpy or torch."""
+    try:
+        operator.index(value)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
 
 
 def check_timeout(timeout: float | None, refuse: type[UsageError | ConfigError] = UsageError) -> None:
@@ -48,23 +58,46 @@ def check_timeout(timeout: float | None, refuse: type[UsageError | ConfigError] 
 
 def check_members(members: Sequence[int], world_size: int) -> None:
     """Refuse a list of ranks that is no subgroup of the world."""
+    if not isinstance(members, Sequence | Tensor) or not all(map(_is_whole, members)):
+        raise UsageError(f"ranks={members!r} is no list of ranks. Give some from 0 to {world_size - 1}: [0, 1].")
+    members = [operator.index(member) for member in members]
     if not members or len(set(members)) != len(members):
         raise UsageError(f"ranks={list(members)} must name at least one rank, and none twice.")
     for member in members:
         check_rank(member, world_size, "ranks")
 
 
-def check_dense(tensor: Tensor) -> None:
-    """Refuse a tensor without plain data."""
+def check_name(name: str) -> None:
+    """Refuse what cannot name a channel."""
+    if not isinstance(name, str):
+        raise UsageError(f"name={name!r} cannot name a channel: give a string.")
+
+
+def check_allocation(numel: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Refuse what is no length, dtype and device of a tensor."""
+    if not _is_whole(numel) or numel < 0:
+        raise UsageError(f"numel={numel!r} must be a whole number of elements, at least 0.")
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"dtype={dtype!r} is no dtype. Give one of torch's, such as torch.float32.")
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError):
+        raise UsageError(f"device={device!r} is no device. Give one of torch's, such as 'cpu' or 'cuda:0'.") from None
+
+
+def check_dense(tensor: Tensor, what: str = "tensor") -> None:
+    """Refuse what is no tensor, or has no plain data; `what` is the argument's name."""
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"{what}={tensor!r} is no tensor. Send numbers as torch.tensor(...).")
     if tensor.layout is not torch.strided:
         raise UsageError(f"a {tensor.layout} tensor cannot be exchanged; call .to_dense() first.")
     if tensor.device.type == "meta":
         raise UsageError("a tensor on the meta device has no data to exchange.")
 
 
-def check_writable(tensor: Tensor) -> None:
-    """Refuse a tensor that cannot be written element by element."""
-    check_dense(tensor)
+def check_writable(tensor: Tensor, what: str = "tensor") -> None:
+    """Refuse what is no tensor that can be written element by element."""
+    check_dense(tensor, what)
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise UsageError("an inference tensor can only be written inside torch.inference_mode(); call .clone() first.")
     if tensor.is_contiguous():
@@ -78,38 +111,51 @@ def check_writable(tensor: Tensor) -> None:
 
 def check_list(tensors: Sequence[Tensor] | None, world_size: int, what: str) -> None:
     """Refuse a list of tensors that does not have one for each rank."""
-    if tensors is None or len(tensors) != world_size:
-        count = "none" if tensors is None else len(tensors)
+    if not _is_list(tensors) or len(tensors) != world_size:
+        count = len(tensors) if _is_list(tensors) else "none"
         raise UsageError(f"{what} must hold one tensor for each of the {world_size} ranks, but holds {count}.")
     for tensor in tensors:
-        check_dense(tensor)
+        check_dense(tensor, what)
+
+
+def _is_list(tensors: object) -> TypeGuard[Sequence[Tensor]]:
+    """Whether `tensors` has parts; rows of a tensor are as good as a list."""
+    return isinstance(tensors, Sequence) or (isinstance(tensors, Tensor) and tensors.dim() > 0)
 
 
 # The arguments of each operation
 
+PAIRS = "give a list of pairs, each of a tensor and a rank: [(tensor, 1)]."
+
 
 def check_exchange(sends: Pairs, recvs: Pairs, timeout: float | None, rank: int, world_size: int) -> None:
     check_timeout(timeout)
-    for what, pairs in (("dst", sends), ("src", recvs)):
-        for tensor, peer in pairs:
+    for name, what, pairs in (("sends", "dst", sends), ("recvs", "src", recvs)):
+        if not isinstance(pairs, Sequence):
+            raise UsageError(f"{name}={pairs!r}: {PAIRS}")
+        for pair in pairs:
+            if not isinstance(pair, Sequence) or len(pair) != 2:
+                raise UsageError(f"{name} holds {pair!r}: {PAIRS}")
+            tensor, peer = pair
             check_rank(peer, world_size, what)
             if peer == rank:
                 raise UsageError(f"rank {peer} cannot exchange with itself ({what}={peer}); copy the tensor instead.")
-            check_dense(tensor)
+            check_dense(tensor, name)
     for tensor, _ in recvs:
         check_writable(tensor)
 
 
 def check_all_reduce(tensor: Tensor, op: ReduceOp | str, out: Tensor | None, timeout: float | None) -> ReduceOp:
     check_timeout(timeout)
+    check_dense(tensor)
     op = check_reducible(op, tensor.dtype)
     target = tensor if out is None else out
+    check_dense(target, "out")
     if target.shape != tensor.shape or target.dtype != tensor.dtype or target.device != tensor.device:
         raise UsageError(
             f"out is {describe(target)} on {target.device}, but the tensor is {describe(tensor)} on {tensor.device}. "
             "Make out with torch.empty_like(tensor)."
         )
-    check_dense(tensor)
     check_writable(target)
     return op
 
@@ -122,10 +168,9 @@ def check_broadcast(tensor: Tensor, src: int, timeout: float | None, world_size:
 
 def check_reduce(tensor: Tensor, dst: int, op: ReduceOp | str, timeout: float | None, world_size: int) -> ReduceOp:
     check_timeout(timeout)
-    op = check_reducible(op, tensor.dtype)
     check_rank(dst, world_size, "dst")
     check_writable(tensor)
-    return op
+    return check_reducible(op, tensor.dtype)
 
 
 def check_reduce_scatter(tensor: Tensor, op: ReduceOp | str, timeout: float | None) -> ReduceOp:
@@ -139,14 +184,14 @@ def check_all_gather_into(out: Tensor | Tensors, tensor: Tensor, timeout: float 
     check_dense(tensor)
     _check_parts(out, tensor, world_size, "out", "tensor")
     for each in [out] if isinstance(out, Tensor) else out:
-        check_writable(each)
+        check_writable(each, "out")
 
 
 def check_reduce_scatter_into(
     out: Tensor, tensor: Tensor | Tensors, op: ReduceOp | str, timeout: float | None, world_size: int
 ) -> ReduceOp:
     check_timeout(timeout)
-    check_writable(out)
+    check_writable(out, "out")
     _check_parts(tensor, out, world_size, "tensor", "out")
     return check_reducible(op, out.dtype)
 
@@ -178,7 +223,7 @@ def check_scatter(
 ) -> None:
     check_timeout(timeout)
     check_rank(src, world_size, "src")
-    check_writable(out)
+    check_writable(out, "out")
     if rank == src:
         check_list(tensors, world_size, "tensors")
         if tensors is not None and describe(tensors[rank]) != describe(out):
@@ -192,7 +237,7 @@ def check_all_to_all(
     check_list(sends, world_size, "sends")
     check_list(recvs, world_size, "recvs")
     for tensor in recvs:
-        check_writable(tensor)
+        check_writable(tensor, "recvs")
     if describe(sends[rank]) != describe(recvs[rank]):
         raise UsageError(f"rank {rank} sends itself {describe(sends[rank])} but wants {describe(recvs[rank])}.")
 

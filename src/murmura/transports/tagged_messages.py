@@ -71,7 +71,7 @@ class TaggedMessages(ABC):
         """Receive into `out` the next message with `tag` from rank `src`, or from any rank if that is None."""
         if src is not None:
             check_rank(src, self.world_size, "src")
-        check_writable(out)
+        check_writable(out, "out")
         receive = Receive(out.detach(), src, tag, self.channel.reporter)
         self.channel.check_usable(receive.operation)
         return self.post_recv(receive)

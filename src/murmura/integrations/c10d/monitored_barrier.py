@@ -98,8 +98,8 @@ def _named(reporter: Reporter, missing: list[int], seconds: float, before: str =
     ranks = [reporter.world_rank(peer) for peer in missing]
     names = "Ranks " + ", ".join(map(str, ranks)) if len(ranks) > 1 else f"Rank {ranks[0]}"
     return GroupPeerTimeout(
-        f"{before}{names} failed to pass monitoredBarrier in {1000 * seconds:.0f} ms. Look at what they do, or raise "
-        "the timeout.",
+        f"{before}{names} failed to pass monitoredBarrier in {1000 * seconds:.0f} ms, as rank {reporter.world_rank(0)} "
+        "found. Look at what they do, or raise the timeout.",
         rank=reporter.own,
         peer=ranks[0],
         operation="monitored_barrier",

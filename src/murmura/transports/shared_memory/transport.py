@@ -17,7 +17,15 @@ from murmura.errors import ConfigError
 from murmura.observe.probe import Probe
 from murmura.transports import agreement
 from murmura.transports.base import Async, Op, Pairs, Seconds, Sync, Transport
-from murmura.transports.checks import Tensors, bring_back, check_timeout, describe, describe_call, flatten
+from murmura.transports.checks import (
+    Tensors,
+    bring_back,
+    check_allocation,
+    check_timeout,
+    describe,
+    describe_call,
+    flatten,
+)
 from murmura.transports.error_reporter import ExitNotice
 from murmura.transports.host import has_idle_core
 from murmura.transports.profiling import is_profiled
@@ -161,6 +169,7 @@ class SharedMemoryTransport(Transport):
         return split
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+        check_allocation(numel, dtype, device)
         if torch.device(device).type != "cpu" or self.world_size == 1:
             return super().allocate(numel, dtype, device)
         self.check_usable()
@@ -254,7 +263,7 @@ class SharedMemoryTransport(Transport):
         """What `run_prepared` needs for a tensor that was reduced before, or is like one that was; None if neither."""
         try:
             address = tensor.data_ptr()
-        except RuntimeError:  # a sparse tensor has no address; it is refused later
+        except (AttributeError, RuntimeError):  # what has no address is refused later
             return None
         kind = (tensor.shape, tensor.dtype, op)
         prepared = self._prepared.get((address, *kind))
