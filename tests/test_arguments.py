@@ -20,6 +20,7 @@ from murmura import (
     MinMaxUInt8,
     ParameterServer,
     ProcessGroupTransport,
+    Sign,
     ThrottledTransport,
     TracedTransport,
     UsageError,
@@ -103,6 +104,14 @@ def mean(**options: Any) -> CompressedMean:
     return compressed_mean(**given)
 
 
+class Answering(Sign):
+    """A compressor of a user's, whose method `which` returns `answer`."""
+
+    def __init__(self, which: str, answer: Any) -> None:
+        super().__init__()
+        object.__setattr__(self, which, lambda *args: answer)
+
+
 def bucket() -> Bucket:
     layer = nn.Linear(3, 2)
     return Bucket(0, ["weight", "bias"], [layer.weight, layer.bias], plain_memory)
@@ -120,6 +129,12 @@ CALLS |= {
     "transport of a mean": ("transport", NO_OBJECTS, lambda value: mean(transport=value)),
     "tensor of a mean": ("like", NO_OBJECTS, lambda value: mean(like=value)),
     "compressor of a mean": ("compressor", (*NO_OBJECTS, MinMaxUInt8), lambda value: mean(compressor=value)),
+    "length of a payload": (
+        "payload_bytes", (*NO_NUMBERS, -1, True, 1.5), lambda value: mean(compressor=Answering("payload_bytes", value)),
+    ),
+    "compressor of a bucket": (
+        "for_bucket", NO_OBJECTS, lambda value: mean(compressor=Answering("for_bucket", value)),
+    ),
     "codec of a mean": ("codec", NO_OBJECTS, lambda value: mean(codec=value)),
     "shares": ("shares", (*NO_OBJECTS[3:], "x", [1, 1], [0], [math.nan]), lambda value: mean(shares=value)),
     "average": ("average", NO_OBJECTS[:-1], lambda value: mean(average=value)),

@@ -35,6 +35,7 @@ def compressed_mean(
     instances_of(CodecThread, codec=codec)
     yes_or_no(average=average)
     compressor = as_compressor(compressor)
+    _check_answers(compressor, like)
     if shares is not None:
         if not isinstance(shares, Sequence) or len(shares) != transport.world_size:
             raise ConfigError(f"shares={shares!r}: give one for each of {transport.world_size} ranks.")
@@ -42,3 +43,15 @@ def compressed_mean(
     if compressor.gathers:
         return GatheredMean(transport, like, compressor, shares=shares, average=average)
     return ChunkedMean(transport, like, compressor, codec, shares=shares, average=average)
+
+
+def _check_answers(compressor: Compressor, like: Tensor) -> None:
+    """Raise `ConfigError` if a compressor, which a user may have written, answers what makes no sense."""
+    num_bytes, fresh = compressor.payload_bytes(like.numel(), like.dtype), compressor.for_bucket()
+    if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 0:
+        raise ConfigError(
+            f"compressor={compressor!r}: payload_bytes({like.numel()}, {like.dtype}) returned {num_bytes!r}. Return "
+            "the number of bytes, an int."
+        )
+    if not isinstance(fresh, Compressor):
+        raise ConfigError(f"compressor={compressor!r}: for_bucket() returned {fresh!r}. Return a compressor.")
