@@ -49,18 +49,20 @@ def assert_together(weights: list[Tensor], within: float = 1e-6) -> None:
         torch.testing.assert_close(each, weights[0], rtol=0, atol=within)
 
 
-def test_a_step_that_one_rank_must_skip_is_skipped_by_all_under_qadam() -> None:
-    def run(transport: Transport) -> Tensor:
+@pytest.mark.parametrize("left_out", [0, 1, 4], ids=["first", "warm-up", "later"])
+def test_a_step_that_one_rank_must_skip_leaves_no_trace_under_qadam(left_out: int) -> None:
+    def run(transport: Transport, rounds: list[int]) -> Tensor:
         with closing(DDP(mlp(), transport, algorithm="qadam", nonfinite="skip_step")) as ddp:
             optimizer = QAdamOptimizer(ddp.module.parameters(), lr=0.01, warmup_steps=2)
-            for index in range(5):
+            for index in rounds:
                 optimizer.zero_grad()
-                factor = float("nan") if index == 3 and transport.rank == 0 else 1.0
+                factor = float("nan") if index == left_out and transport.rank == 0 else 1.0
                 (ddp(values(6, 4, seed=index)).square().mean() * factor).backward()
                 optimizer.step()
             return weights_of(ddp.module)
 
-    weights = on_ranks(run, 2)
+    rounds = list(range(6))
+    weights = on_ranks(run, 2, rounds) + on_ranks(run, 2, [index for index in rounds if index != left_out])
     assert all_equal([[each] for each in weights])
     assert torch.isfinite(weights[0]).all()
 
