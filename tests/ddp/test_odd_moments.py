@@ -91,6 +91,29 @@ def test_what_is_frozen_when_the_phase_changes_takes_part_when_it_is_thawed(then
     assert_together(on_ranks(run, 2))
 
 
+@pytest.mark.parametrize(
+    "algorithm", [*WEIGHTS[1:3], LowPrecisionDecentralizedAlgorithm()], ids=lambda each: type(each).__name__
+)
+def test_a_step_that_one_rank_skipped_is_settled_before_a_thawed_parameter_takes_part(algorithm: Algorithm) -> None:
+    def run(transport: Transport) -> Tensor:
+        model = mlp()
+        model[2].requires_grad_(False)
+        with closing(DDP(model, transport, algorithm=algorithm)) as ddp:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for index in range(3):
+                optimizer.zero_grad()
+                hidden = torch.nn.functional.linear(values(6, 4, seed=3 * transport.rank + index), model[0].weight)
+                torch.nn.functional.linear(hidden, model[2].weight).square().mean().backward()  # past all forwards
+                if index or transport.rank:
+                    optimizer.step()
+                model[2].requires_grad_(True)
+            ddp.settle()
+            with ddp.average_parameters():
+                return weights_of(model)
+
+    assert_together(on_ranks(run, 2))
+
+
 GRADIENTS = [
     GradientAllReduceAlgorithm(),
     GradientAllReduceAlgorithm(compressor=ErrorFeedback(MinMaxUInt8())),
