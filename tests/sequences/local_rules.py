@@ -30,19 +30,22 @@ class MajorityVote(LossyGradients):
 
 
 class WithMoments(LocalSGD):
-    """As LocalSGD; with the weights goes what optimizers remember, once all ranks have begun a step or loaded.
+    """As LocalSGD; with the weights goes what optimizers remember, once all ranks have begun a step, saved, or loaded.
 
     Until then it waits, and goes alone after the first round in which they have.
     """
 
     kept = ("is_owed",)
-    knows_optimizer = False
+    is_owed = knows_optimizer = False
 
     def begin(self) -> None:
         super().begin()
         self.due: list[int] = []
-        self.is_owed = False
         self.knows_optimizer |= bool(self.rank.optimizer.state)
+
+    def state(self) -> dict[str, Any]:
+        self.knows_optimizer = True  # the optimizer is saved, too
+        return super().state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)
