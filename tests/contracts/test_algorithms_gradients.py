@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from contracts.catalogue import layouts, minmax
 from contracts.grids import HOSTS, SIZES, grid
 from contracts.training import OPTIMIZERS, adam, assert_close, by_step, regression, spread, train_world
+from ddp.models import values
 from murmura import (
     DDP,
     ByteGradAlgorithm,
@@ -24,9 +25,12 @@ from murmura import (
     MinMaxUInt8,
     QAdamAlgorithm,
     QAdamOptimizer,
+    Transport,
+    run_world,
 )
 from oracles.algorithms.gradients import AllReduce, QAdam
 from oracles.algorithms.simulation import Feedback, Task, lossy_mean, mean, simulate, there_and_back
+from worlds import SECONDS
 
 STEPS = 5
 
@@ -180,6 +184,37 @@ def test_alone_the_optimizer_is_adam_to_the_bit_while_it_warms_up() -> None:
             optimizer.step()
         for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
             assert torch.equal(one, other)
+
+
+def test_a_complex_number_is_two_real_ones_for_the_optimizer() -> None:
+    pairs = nn.Parameter(values(3, 2, seed=1, dtype=torch.float64))
+    numbers = nn.Parameter(torch.view_as_complex(pairs.detach().clone()))
+    optimizers = [qadam([each], warmup=2, weight_decay=0.1) for each in (numbers, pairs)]
+    for number in range(5):
+        pairs.grad = values(3, 2, seed=2 + number, dtype=torch.float64)
+        numbers.grad = torch.view_as_complex(pairs.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(torch.view_as_real(numbers.detach()), pairs)
+
+
+@pytest.mark.parametrize("compressor", ["uint8", "sign"])
+def test_what_the_warm_up_has_not_measured_does_not_move(compressor: str) -> None:
+    def run(transport: Transport) -> Tensor:
+        rows = nn.Embedding(4, 2, padding_idx=0)
+        rows.weight.data = torch.arange(8.0).view(4, 2)
+        ddp = DDP(rows, transport, algorithm=QAdamAlgorithm(compressor=compressor))
+        optimizer = QAdamOptimizer(ddp.parameters(), lr=0.01, warmup_steps=2)
+        for number in range(5):  # the last row is used later, the padding never
+            optimizer.zero_grad()
+            ddp(torch.tensor([0, 1, 2, 3 if number > 1 else 2])).square().sum().backward()
+            optimizer.step()
+        ddp.close()
+        return rows.weight.detach()
+
+    for weight in run_world(run, 2, timeout=SECONDS):
+        assert torch.equal(weight[[0, 3]], torch.arange(8.0).view(4, 2)[[0, 3]])
+        assert float((weight[1:3] - torch.arange(2.0, 6.0).view(2, 2)).abs().min()) > 0.02
 
 
 @grid("size, warmup, weight_decay", SIZES, (1, 3), (0.0, 0.1), sample=5)

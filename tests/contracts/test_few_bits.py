@@ -240,7 +240,7 @@ def test_zeros_stay_zero_where_a_chunk_has_too_few_other_elements(places: list[i
 
 @pytest.mark.parametrize("kind", NON_FINITE)
 def test_what_is_not_finite_shows(kind: str) -> None:
-    for compressor in (TopK(0.01), TopKTwoBit(64, 8)):
+    for compressor in (TopK(0.01), TopKTwoBit(64, 8), RandomK(0.01)):
         decoded = round_trip(compressor, samples(kind, 203, torch.float32))
         assert not decoded.isfinite().all()
 

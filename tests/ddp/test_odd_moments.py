@@ -49,20 +49,42 @@ def assert_together(weights: list[Tensor], within: float = 1e-6) -> None:
         torch.testing.assert_close(each, weights[0], rtol=0, atol=within)
 
 
-def test_a_step_that_one_rank_must_skip_is_skipped_by_all_under_qadam() -> None:
-    def run(transport: Transport) -> Tensor:
+@pytest.mark.parametrize("left_out", [0, 1, 4], ids=["first", "warm-up", "later"])
+def test_a_step_that_one_rank_must_skip_leaves_no_trace_under_qadam(left_out: int) -> None:
+    def run(transport: Transport, rounds: list[int]) -> Tensor:
         with closing(DDP(mlp(), transport, algorithm="qadam", nonfinite="skip_step")) as ddp:
             optimizer = QAdamOptimizer(ddp.module.parameters(), lr=0.01, warmup_steps=2)
-            for index in range(5):
+            for index in rounds:
                 optimizer.zero_grad()
-                factor = float("nan") if index == 3 and transport.rank == 0 else 1.0
+                factor = float("nan") if index == left_out and transport.rank == 0 else 1.0
                 (ddp(values(6, 4, seed=index)).square().mean() * factor).backward()
                 optimizer.step()
             return weights_of(ddp.module)
 
-    weights = on_ranks(run, 2)
+    rounds = list(range(6))
+    weights = on_ranks(run, 2, rounds) + on_ranks(run, 2, [index for index in rounds if index != left_out])
     assert all_equal([[each] for each in weights])
     assert torch.isfinite(weights[0]).all()
+
+
+@pytest.mark.parametrize("warmup_steps", [2, 3, 5])
+@pytest.mark.parametrize("how", ["phase", "switch"])
+def test_ranks_that_left_out_steps_apart_warm_up_together_under_qadam(how: str, warmup_steps: int) -> None:
+    def run(transport: Transport) -> Tensor:
+        alone = LocalSGDAlgorithm(1)
+        algorithm = Phased(alone, 3, then="qadam") if how == "phase" else alone
+        with closing(DDP(mlp(), transport, algorithm=algorithm, nonfinite="skip_step")) as ddp:
+            optimizer = QAdamOptimizer(ddp.module.parameters(), lr=0.01, warmup_steps=warmup_steps)
+            for index in range(8):
+                if index == 3 and how == "switch":
+                    ddp.set_algorithm("qadam")
+                optimizer.zero_grad()
+                factor = float("nan") if index == transport.rank == 1 else 1.0
+                (ddp(values(6, 4, seed=3 * index + transport.rank)).square().mean() * factor).backward()
+                optimizer.step()
+            return weights_of(ddp.module)
+
+    assert all_equal([[each] for each in on_ranks(run, 3)])
 
 
 WEIGHTS = [
@@ -85,6 +107,29 @@ def test_what_is_frozen_when_the_phase_changes_takes_part_when_it_is_thawed(then
             optimizer.param_groups[0]["lr"] = 0.0
             train(ddp, optimizer, transport.rank, range(5, 8))
             return weights_of(ddp.module)
+
+    assert_together(on_ranks(run, 2))
+
+
+@pytest.mark.parametrize(
+    "algorithm", [*WEIGHTS[1:3], LowPrecisionDecentralizedAlgorithm()], ids=lambda each: type(each).__name__
+)
+def test_a_step_that_one_rank_skipped_is_settled_before_a_thawed_parameter_takes_part(algorithm: Algorithm) -> None:
+    def run(transport: Transport) -> Tensor:
+        model = mlp()
+        model[2].requires_grad_(False)
+        with closing(DDP(model, transport, algorithm=algorithm)) as ddp:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for index in range(3):
+                optimizer.zero_grad()
+                hidden = torch.nn.functional.linear(values(6, 4, seed=3 * transport.rank + index), model[0].weight)
+                torch.nn.functional.linear(hidden, model[2].weight).square().mean().backward()  # past all forwards
+                if index or transport.rank:
+                    optimizer.step()
+                model[2].requires_grad_(True)
+            ddp.settle()
+            with ddp.average_parameters():
+                return weights_of(model)
 
     assert_together(on_ranks(run, 2))
 

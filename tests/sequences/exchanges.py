@@ -93,7 +93,7 @@ class Adam:
                 own["v"].mul_(0.999).add_(parameter.grad**2, alpha=0.001)
             first = own["m"] / (1 - 0.9 ** own["num_m"])
             second = own["v"] / (1 - 0.999 ** own["num_v"])
-            parameter -= 0.01 * first / (second.sqrt() + 1e-8)
+            parameter -= 0.01 * first / (second.sqrt() + 1e-8) * (second != 0)
         self.num_steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:

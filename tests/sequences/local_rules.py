@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,13 +30,50 @@ class MajorityVote(LossyGradients):
 
 
 class WithMoments(LocalSGD):
-    """As LocalSGD; with the weights go what optimizers remember, if all ranks' have stepped."""
+    """As LocalSGD; with the weights goes what optimizers remember, once all ranks have begun a step, saved, or loaded.
+
+    Until then it waits, and goes alone after the first round in which they have.
+    """
+
+    kept = ("is_owed",)
+    is_owed = knows_optimizer = False
+
+    def begin(self) -> None:
+        super().begin()
+        self.due: list[int] = []
+        self.knows_optimizer |= bool(self.rank.optimizer.state)
+
+    def state(self) -> dict[str, Any]:
+        self.knows_optimizer = True  # the optimizer is saved, too
+        return super().state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        self.knows_optimizer = True
+
+    def before_step(self) -> Waiting:
+        self.knows_optimizer = True
+        yield from super().before_step()
+
+    def is_due(self, number: int) -> bool:
+        return super().is_due(number) or self.is_owed
+
+    def end(self) -> Waiting:
+        yield from super().end()
+        if self.is_last_due:
+            self.due.append(self.rank.round)
 
     def communicate(self) -> Waiting:
-        yield from super().communicate()
-        have_stepped = yield from self.rank.exchange("stepped", bool(self.rank.optimizer.state))
-        if all(have_stepped):
+        number = self.due.pop(0)
+        if super().is_due(number):
+            yield from super().communicate()
+        self.is_owed = not all((yield from self.rank.exchange("known", self.knows_optimizer)))
+        if not self.is_owed:
             yield from self.rank.average_moments()
+        elif number + 1 < self.rank.round and number + 1 not in self.due:  # ended here, perhaps not elsewhere
+            self.due.insert(0, number + 1)
+            self.num_pending += 1
+            self.is_last_due |= number + 2 == self.rank.round
 
 
 class Streaming(AfterStep):

@@ -154,9 +154,9 @@ class Replica:
             yield from self.take_pending_buffers()
 
     def open_round(self) -> Waiting:
-        thawed = [name for name, _ in self.model.named_parameters() if name in self.trained() - self.known]
-        self.known.update(thawed)
-        self.placed.update(thawed)
+        if thawed := [name for name, _ in self.model.named_parameters() if name in self.trained() - self.known]:
+            yield from self.rule.settle()
+        self.known, self.placed = self.known.union(thawed), self.placed.union(thawed)
         self.rule.take_in(thawed)
         yield from self.rule.open()
         self.buffers_pending = not self.rule.exchanges_weights

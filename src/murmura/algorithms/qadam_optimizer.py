@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -69,10 +70,11 @@ class QAdamOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step on the gradients; nothing happens if GradScaler found an infinity among them."""
+        """Step on the gradients; nothing happens if there are none, or if GradScaler found an infinity among them."""
         if closure is not None:
             raise UsageError("QAdamOptimizer.step() takes no closure: compute the gradients, then call step().")
-        if self.found_infinity():
+        has_gradients = any(each.grad is not None for group in self.param_groups for each in group["params"])
+        if self.found_infinity() or not has_gradients:  # a step that measures no v is none of the warm-up's
             self._folded = False
             return
         if self.is_warm:
@@ -105,6 +107,19 @@ class QAdamOptimizer(Optimizer):
         """m of `parameter`: the state itself, not a copy."""
         moment: Tensor = self._state_of(parameter)["exp_avg"]
         return moment
+
+    def step_counts(self, parameters: Sequence[Tensor]) -> Tensor:
+        """How many steps were taken in all, then how many of them have measured the v of each of `parameters`."""
+        measured = [self.state.get(each, {}).get("second_moment_steps", 0) for each in parameters]
+        return torch.tensor([self.param_groups[0]["num_steps"], *measured], dtype=torch.float64)
+
+    def set_step_counts(self, parameters: Sequence[Tensor], fewest: Tensor, mean: Tensor) -> None:
+        """Take over what other replicas have counted: the fewest steps, and where v was averaged the mean number."""
+        for group in self.param_groups:
+            group["num_steps"] = int(fewest[0])
+        for parameter, steps in zip(parameters, mean[1:].tolist(), strict=True):
+            if steps:
+                self._state_of(parameter)["second_moment_steps"] = int(steps) if steps.is_integer() else steps
 
     def found_infinity(self) -> bool:
         """Whether GradScaler found an infinity or a NaN in the gradients of the step under way."""
@@ -153,12 +168,18 @@ class QAdamOptimizer(Optimizer):
             )
 
     def _move(self) -> None:
-        """x ← x - lr m / (1 - β1^k) / (sqrt(v / (1 - β2^W)) + ε), for the parameters that have a gradient."""
+        """x ← x - lr m / (1 - β1^k) / (sqrt(v / (1 - β2^W)) + ε), for the parameters that have a gradient.
+
+        Complex numbers count as two real ones, as in torch's Adam. Where v is 0, no gradient has come in the warm-up:
+        x stays as it is there, because m / ε would be of any size.
+        """
         for group, parameter, _ in self._gradients():
             state = self.state[parameter]
             beta1, beta2 = group["betas"]
             state["step"] += 1
             correction1 = 1 - beta1 ** state["step"].item()
             correction2 = 1 - beta2 ** state["second_moment_steps"]
-            denominator = (state["exp_avg_sq"].sqrt() / correction2**0.5).add_(group["eps"])
-            parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / correction1)
+            tensors = parameter, state["exp_avg"], state["exp_avg_sq"]
+            x, m, v = (torch.view_as_real(each) if each.is_complex() else each for each in tensors)
+            denominator = (v.sqrt() / correction2**0.5).add_(group["eps"]).masked_fill_(v == 0, math.inf)
+            x.addcdiv_(m, denominator, value=-group["lr"] / correction1)

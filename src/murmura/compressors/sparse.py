@@ -114,8 +114,9 @@ class RandomK(_Sparse):
     """Sends the share `ratio` of the elements, drawn anew for each tensor, one out of every 1 / ratio; others are zero.
 
     The draw follows from `seed` and a number that travels along, so no places are sent; all ranks draw the same, so a
-    mean loses nothing when it is encoded again. It needs error feedback, which the name `randomk` includes. The number
-    of the next draw is state, one per bucket.
+    mean loses nothing when it is encoded again. Where any element is an infinity or a NaN, all that are drawn are NaN:
+    otherwise an overflow would hardly ever be seen. It needs error feedback, which the name `randomk` includes. The
+    number of the next draw is state, one per bucket.
     """
 
     ratio: float = 0.01
@@ -135,7 +136,8 @@ class RandomK(_Sparse):
         check_call(self, tensor, payload)
         values = tensor.detach()
         number = torch.tensor([self._number], dtype=torch.int64)
-        chosen = values[self._places(self._number, values)].to(working_dtype(values.dtype))
+        drawn = values[self._places(self._number, values)].to(working_dtype(values.dtype))
+        chosen = torch.where(values.isfinite().all(), drawn, math.nan)
         payload[:NUMBER_BYTES].copy_(number.view(torch.uint8))
         payload[NUMBER_BYTES:].copy_(chosen.view(torch.uint8))
         self._number += 1

@@ -38,6 +38,7 @@ class TrainedParameters:
         """Let parameters that were frozen until now take part under the running `algorithm`, on every rank."""
         thawed = self.thawed()
         if thawed:
+            algorithm.settle()  # ranks that have taken a step that was skipped here have exchanged what it owes
             if self._place(thawed):
                 self._reducer.replan(algorithm)
             self._replica.trained.update(self._replica.names[index] for index in thawed)

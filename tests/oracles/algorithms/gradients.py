@@ -162,8 +162,9 @@ class GatheredAllReduce(Rule):
 class QAdam(Rule):
     """Adam on the mean gradient for `warmup` steps; then the second moment rests and q(mean q(m)) is the first.
 
-    Steps of a parameter count from 1, those without a gradient on any rank left out; the bias correction of v stays
-    that of the warm-up's last. A step that one rank skips is skipped by all. Moments travel in the parameters' order.
+    Elements whose v is 0 then stay as they are. Steps of a parameter count from 1, those without a gradient on any rank
+    left out; the bias correction of v stays that of the warm-up's last. A step that one rank skips is skipped by all.
+    Moments travel in the parameters' order.
     """
 
     takes_buffers_of_rank_0 = True
@@ -235,4 +236,4 @@ class QAdam(Rule):
             for name in self.used:
                 first = self.first[rank][name] / (1 - beta1 ** self.num_first[name])
                 second = self.second[name] / (1 - beta2 ** self.num_second[name])
-                parameters[name] -= self.lr * first / (second.sqrt() + self.eps)
+                parameters[name] -= self.lr * first / (second.sqrt() + self.eps) * (second != 0)
