@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ from murmura import (
     Phased,
     QAdamAlgorithm,
     Transport,
+    UsageError,
 )
 from oracles.algorithms.simulation import flat_of
 
@@ -244,3 +246,36 @@ def test_the_own_weights_come_back_also_after_an_error() -> None:
         return torch.equal(flat_of(ddp.module), before)
 
     assert on_ranks(visit, 2) == [True, True]
+
+
+def switch_under_lbfgs(transport: Transport) -> bool:
+    """Whether the replicas are equal after a step of an optimizer that is as old as the switch."""
+    ddp = DDP(TASK.make_model(), transport, algorithm=LocalSGDAlgorithm(3))
+
+    inputs, targets = TASK.shard(0, 0, transport.rank)
+
+    def closure() -> Tensor:
+        ddp.zero_grad()
+        loss = nn.functional.mse_loss(ddp(inputs), targets)
+        loss.backward()
+        return loss
+
+    def train(optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(4):
+            optimizer.step(closure)
+
+    optimizer = torch.optim.LBFGS(ddp.parameters(), lr=0.1, max_iter=2)
+    train(optimizer)
+    with pytest.raises(UsageError, match=r"LBFGS keeps 'old_dirs', a list.*Delete this LBFGS, change the algorithm"):
+        ddp.set_algorithm("gradient_allreduce")
+    train(optimizer)  # goes on as before
+    del optimizer
+    gc.collect()
+    ddp.set_algorithm("gradient_allreduce")
+    train(torch.optim.LBFGS(ddp.parameters(), lr=0.1, max_iter=2))
+    ddp.verify_in_sync()
+    return ddp.consensus_distance() == 0
+
+
+def test_an_optimizer_whose_state_has_no_mean_does_not_outlive_a_switch() -> None:
+    assert on_ranks(switch_under_lbfgs, 2) == [True, True]

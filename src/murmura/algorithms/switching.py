@@ -27,6 +27,8 @@ def replace_algorithm(running: AlgorithmImpl, algorithm: Algorithm, replica: Rep
     no more. If `algorithm` is refused, `running` goes on.
     """
     successor = algorithm.reify(replica.transport)
+    if running.exchanges is Exchanges.WEIGHTS and successor.exchanges is not Exchanges.WEIGHTS:
+        _check_have_means(replica.optimizers)
     running.settle()
     whole = Deadline(replica.transport.timeout)
     running.close()  # a loop that averages by the clock waits here for the others' votes
@@ -60,6 +62,7 @@ def average_moments(replica: Replica, optimizers: Sequence[Optimizer], *, unless
     `unless_equal` leaves them alone where all ranks hold the same bits, which a mean of three would round.
     """
     ordered = _in_common_order(replica, optimizers)
+    _check_have_means(ordered)
     _check_same_optimizers(replica, ordered)
     _complete_moments(replica, ordered)
     moments = list(_moments(replica, ordered))
@@ -112,6 +115,18 @@ def _check_same_optimizers(replica: Replica, optimizers: Sequence[Optimizer]) ->
             f"those of another optimizer ({names}) than on other ranks. Let the same optimizers step on every rank, in "
             "the same order, or build new ones when you change the algorithm."
         )
+
+
+def _check_have_means(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers whose state is more than a few tensors for each parameter, as LBFGS's, whose past it is."""
+    for optimizer in optimizers:
+        lists = [key for state in optimizer.state.values() for key, value in state.items() if isinstance(value, list)]
+        if lists:
+            name = type(optimizer).__name__
+            raise UsageError(
+                f"{name} keeps {lists[0]!r}, a list, which has no mean over replicas that have trained apart: they "
+                f"would drift apart again. Delete this {name}, change the algorithm, and build a new one."
+            )
 
 
 def _complete_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None:
