@@ -213,7 +213,7 @@ def test_phases_can_be_rolled_back() -> None:
 
 def test_phased_passes_everything_on_to_the_algorithm_of_its_phase() -> None:
     """All that an algorithm declares and is told, also what is added later."""
-    own = {"setup", "before_round", "state_dict", "check_state", "load_state_dict"}  # in which it does more
+    own = {"setup", "before_round", "state_dict", "check_state", "load_state_dict", "in_step"}  # in which it does more
     phased: Any = Phased("gradient_allreduce", 1, then="bytegrad").reify(InProcessTransport.create_group(1)[0])
     phased.running = running = SimpleNamespace()
     told: list[tuple[str, ...]] = []

@@ -13,6 +13,7 @@ from torch import Tensor
 from murmura.algorithms.codec_thread import CodecThread, cut
 from murmura.algorithms.compressed import CompressedMean, wide
 from murmura.collectives.chunks import chunk_bounds
+from murmura.collectives.reduction import divide
 from murmura.compressors import Compressor
 from murmura.transports.base import Transport
 
@@ -116,7 +117,7 @@ class ChunkedMean(CompressedMean):
                 decoded.mul_(share)
             if decoded is not mean:
                 mean.add_(decoded)
-        mean.div_(self._divisor)
+        divide(mean, self._divisor)
         if self._decodes_own:
             decoder.compress_decoding(mean, payload, values)
         else:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from murmura.algorithms.compressed import CompressedMean
+from murmura.collectives.reduction import divide
 from murmura.compressors import Compressor
 from murmura.transports.base import Transport
 
@@ -47,7 +48,7 @@ class GatheredMean(CompressedMean):
                 decoded = torch.empty_like(total)
                 encoder.decompress(payload, decoded)
                 total.add_(decoded, alpha=share)
-        total.div_(self._divisor)
+        divide(total, self._divisor)
         if not in_place:
             flat.copy_(total)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from murmura.algorithms.checks import yes_or_no
+from murmura.collectives.reduction import divide
 from murmura.transports.base import Transport, check_transport
 from murmura.transports.host import leaders_of, members_of
 from murmura.types import ReduceOp
@@ -69,7 +70,7 @@ class Hierarchy:
         else:
             flat.mul_(self.shares[self.leaders.rank])
             self.leaders.all_reduce(flat, ReduceOp.SUM)
-            flat.div_(sum(self.shares))
+            divide(flat, sum(self.shares))
 
     def spread(self, flat: Tensor) -> None:
         """Overwrite `flat` with that of the host's leader."""

@@ -163,4 +163,12 @@ class Reduction:
         elif self._exact:
             total.mul_(1.0 / self.world_size)
         else:
-            total.div_(self.world_size)
+            divide(total, self.world_size)
+
+
+def divide(total: Tensor, divisor: float) -> None:
+    """Divide `total`, in place, to the bits of a CPU: on CUDA `div_` multiplies by 1 / divisor, which is rounded."""
+    if total.is_cuda:
+        torch._foreach_div_([total], divisor)
+    else:
+        total.div_(divisor)

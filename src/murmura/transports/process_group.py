@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from murmura.collectives.deadline import Deadline
+from murmura.collectives.reduction import divide
 from murmura.errors import ConfigError, PeerTimeout, RendezvousError, TransportError, UsageError
 from murmura.transports import agreement, group_operations, own_groups
 from murmura.transports.base import Pairs, Transport
@@ -252,7 +253,7 @@ class ProcessGroupTransport(LaunchingTransport):
         native = group_operations.native_op(op, self.world_size, on_cuda=self._on_cuda)
         self.await_works(lambda limit: self._group.allreduce([total], self._all_reduce_options(native, limit)), timeout)
         if op is ReduceOp.MEAN and native != group_operations.MEAN:
-            total.div_(self.world_size)
+            divide(total, self.world_size)
         if total is not flat_out:
             flat_out.copy_(total)
 
