@@ -18,8 +18,9 @@ from torch import Tensor
 from murmura.errors import UsageError
 from murmura.types import ReduceOp, parse
 
-__all__ = ["Reduction", "check_reducible"]
+__all__ = ["Reduction", "check_reducible", "divide"]
 
+EXACT_IN_HALVES = 2**8  # whole numbers up to this
 HALVES = (torch.float16, torch.bfloat16)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 REDUCIBLE = (
@@ -166,9 +167,10 @@ class Reduction:
             divide(total, self.world_size)
 
 
-def divide(total: Tensor, divisor: float) -> None:
-    """Divide `total`, in place, to the bits of a CPU: on CUDA `div_` multiplies by 1 / divisor, which is rounded."""
-    if total.is_cuda:
-        torch._foreach_div_([total], divisor)
+def divide(total: Tensor, divisor: int) -> None:
+    """Divide `total`, in place, to the bits of a CPU: on CUDA a number is turned into 1 / divisor, which is rounded."""
+    real = torch.view_as_real(total) if total.is_complex() else total
+    if real.is_cuda and (real.dtype not in HALVES or divisor <= EXACT_IN_HALVES):
+        real.div_(torch.full((), divisor, dtype=real.dtype, device=real.device))
     else:
-        total.div_(divisor)
+        real.div_(divisor)
