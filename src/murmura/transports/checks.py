@@ -141,6 +141,9 @@ def check_exchange(sends: Pairs, recvs: Pairs, timeout: float | None, rank: int,
                 raise UsageError(f"{name} holds {pair!r}: {PAIRS}")
             tensor, peer = pair
             check_rank(peer, world_size, what)
+            given: object = peer
+            if isinstance(given, Tensor):  # no two of them are the same key
+                raise UsageError(f"{what}={peer!r} is a tensor. Give its number, int({what}).")
             if peer == rank:
                 raise UsageError(f"rank {peer} cannot exchange with itself ({what}={peer}); copy the tensor instead.")
             check_dense(tensor, name)
