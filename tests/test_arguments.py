@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -184,3 +185,14 @@ def test_an_argument_that_makes_no_sense_is_named(call: str) -> None:
     for value in values:
         with pytest.raises((ConfigError, UsageError), match=name):
             attempt(value)
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, set, iter, tuple])
+def test_ranks_may_come_in_any_collection(kind: Callable[[list[int]], Any]) -> None:
+    for group in (alone().subgroup(kind([0])), alone().split("some", kind([0]))):
+        assert group is not None
+        assert group.world_size == 1
+
+
+def test_the_length_of_a_payload_may_be_numpy_s() -> None:
+    mean(compressor=Answering("payload_bytes", np.int64(8)))

@@ -398,6 +398,8 @@ def test_tensors_on_another_gpu_than_that_of_the_rank_are_refused(
         assert not transport.failed
         with pytest.raises(ConfigError, match=r"'weight' is on cuda:1.*model\.to\('cuda:0'\)"):
             replica_checks.check_on_one_gpu(transport, dict(model.named_parameters()))
+        transport.device = torch.device("cuda")  # as a group of a foreign kind may say: which one is not known
+        replica_checks.check_on_one_gpu(transport, dict(model.named_parameters()))
 
 
 def test_peers_hear_that_a_rank_left_when_its_gpu_has_begun_what_they_wait_for(

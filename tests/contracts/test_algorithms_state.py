@@ -242,6 +242,22 @@ def test_states_of_different_steps_are_refused_on_every_rank(entry: Entry) -> No
     assert all("rank 0: round 3\n  rank 1: round 2\n" in each for each in told)
 
 
+@pytest.mark.parametrize(
+    "algorithm", [LocalSGDAlgorithm(1), LowPrecisionDecentralizedAlgorithm()], ids=lambda each: type(each).__name__
+)
+def test_a_step_that_one_rank_skipped_is_settled_before_a_state_is_loaded(algorithm: Algorithm) -> None:
+    def visit(transport: Transport) -> int:
+        ddp = DDP(regression().make_model(), transport, algorithm=algorithm)
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+        state = save(ddp, optimizer)["algorithm"]
+        step(ddp, optimizer, regression(), 0, transport.rank, skip=transport.rank == 1)
+        ddp.load_algorithm_state_dict(state)
+        step(ddp, optimizer, regression(), 0, transport.rank)
+        return int(ddp.algorithm_state_dict()["round"])
+
+    assert on_ranks(visit, 2) == [1, 1]
+
+
 def test_ranks_that_go_by_the_clock_resume_where_each_has_been() -> None:
     def visit(transport: Transport) -> int:
         state: dict[str, Any] = {}

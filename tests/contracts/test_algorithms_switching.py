@@ -248,11 +248,9 @@ def test_the_own_weights_come_back_also_after_an_error() -> None:
     assert on_ranks(visit, 2) == [True, True]
 
 
-def switch_under_lbfgs(transport: Transport) -> bool:
-    """Whether the replicas are equal after a step of an optimizer that is as old as the switch."""
-    ddp = DDP(TASK.make_model(), transport, algorithm=LocalSGDAlgorithm(3))
-
-    inputs, targets = TASK.shard(0, 0, transport.rank)
+def train_lbfgs(ddp: DDP, rank: int, optimizer: torch.optim.LBFGS | None = None) -> torch.optim.LBFGS:
+    """A few steps of `optimizer`, or of a new one."""
+    inputs, targets = TASK.shard(0, 0, rank)
 
     def closure() -> Tensor:
         ddp.zero_grad()
@@ -260,22 +258,60 @@ def switch_under_lbfgs(transport: Transport) -> bool:
         loss.backward()
         return loss
 
-    def train(optimizer: torch.optim.Optimizer) -> None:
-        for _ in range(4):
-            optimizer.step(closure)
+    optimizer = optimizer or torch.optim.LBFGS(ddp.parameters(), lr=0.1, max_iter=2)
+    for _ in range(4):
+        optimizer.step(closure)
+    return optimizer
 
-    optimizer = torch.optim.LBFGS(ddp.parameters(), lr=0.1, max_iter=2)
-    train(optimizer)
-    with pytest.raises(UsageError, match=r"LBFGS keeps 'old_dirs', a list.*Delete this LBFGS, change the algorithm"):
+
+def switch_under_lbfgs(transport: Transport) -> bool:
+    """Whether the replicas are equal after a step of an optimizer that is as old as the switch."""
+    ddp = DDP(TASK.make_model(), transport, algorithm=LocalSGDAlgorithm(3))
+    optimizer = train_lbfgs(ddp, transport.rank)
+    with pytest.raises(UsageError, match=r"LBFGS keeps 'al', a list.*Delete this LBFGS, change the algorithm"):
         ddp.set_algorithm("gradient_allreduce")
-    train(optimizer)  # goes on as before
+    train_lbfgs(ddp, transport.rank, optimizer)  # goes on as before
     del optimizer
     gc.collect()
     ddp.set_algorithm("gradient_allreduce")
-    train(torch.optim.LBFGS(ddp.parameters(), lr=0.1, max_iter=2))
+    train_lbfgs(ddp, transport.rank)
     ddp.verify_in_sync()
     return ddp.consensus_distance() == 0
 
 
 def test_an_optimizer_whose_state_has_no_mean_does_not_outlive_a_switch() -> None:
     assert on_ranks(switch_under_lbfgs, 2) == [True, True]
+
+
+def resume_lbfgs_after_a_switch(transport: Transport) -> bool:
+    """Whether the replicas are equal after a resume and another switch with an optimizer that began after the first."""
+    ddp = DDP(TASK.make_model(), transport, algorithm=LocalSGDAlgorithm(3))
+    ddp.set_algorithm("gradient_allreduce")
+    before = train_lbfgs(ddp, transport.rank)
+    saved = copy.deepcopy([ddp.state_dict(), before.state_dict(), ddp.algorithm_state_dict()])
+    ddp.close()
+    ddp = DDP(TASK.make_model(), transport, algorithm="gradient_allreduce")
+    optimizer = torch.optim.LBFGS(ddp.parameters(), lr=0.1, max_iter=2)
+    for each, state in zip((ddp, optimizer), saved[:2], strict=True):
+        each.load_state_dict(state)
+    ddp.load_algorithm_state_dict(saved[2])
+    ddp.remember_optimizer(optimizer)
+    train_lbfgs(ddp, transport.rank, optimizer)
+    ddp.set_algorithm("bytegrad")
+    train_lbfgs(ddp, transport.rank, optimizer)
+    ddp.verify_in_sync()
+    return ddp.consensus_distance() == 0
+
+
+def test_lists_that_are_equal_on_all_ranks_need_no_mean() -> None:
+    assert on_ranks(resume_lbfgs_after_a_switch, 2) == [True, True]
+
+
+def test_a_rank_alone_keeps_its_optimizer_whatever_it_holds() -> None:
+    def visit(transport: Transport) -> None:
+        ddp = DDP(TASK.make_model(), transport, algorithm=LocalSGDAlgorithm(3))
+        optimizer = train_lbfgs(ddp, transport.rank)
+        ddp.set_algorithm("gradient_allreduce")
+        train_lbfgs(ddp, transport.rank, optimizer)
+
+    on_ranks(visit, 1)

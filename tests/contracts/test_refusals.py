@@ -80,6 +80,9 @@ REFUSALS: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
         lambda t: t.scatter([torch.ones(1)] * 3, t.rank, out=torch.ones(4)), UsageError, ("float32[1]", "float32[4]"),
     ),
     "send to what is no number": (lambda t: t.send(torch.ones(3), "1"), UsageError, ("dst='1'", "0 to 2")),
+    "send to a tensor": (
+        lambda t: t.send(torch.ones(3), torch.tensor((t.rank + 1) % 3)), UsageError, ("dst=tensor", "int(dst)"),
+    ),
     "receive from half a rank": (lambda t: t.recv(torch.ones(3), 0.5), UsageError, ("src=0.5", "0 to 2")),
     "broadcast from half a rank": (
         lambda t: t.broadcast(torch.ones(3), 0.5), UsageError, ("src=0.5", "0 to 2"),

@@ -18,7 +18,7 @@ from launch.test_secret import ADVICE, as_threads, free_port
 from murmura import ConfigError, RendezvousError
 from murmura.launch.multi_host import LauncherGroup
 from murmura.launch.plan import Attempt, LaunchPlan
-from murmura.launch.root_cause import Failure
+from murmura.launch.root_cause import STOPPED_PRIORITY, Failure
 
 Done = tuple[int, str, str]  # status, standard output, standard error
 
@@ -196,6 +196,25 @@ def test_a_host_0_whose_store_is_silent_is_missed(failure: Failure | None, monke
             assert found is failure
     finally:
         stopped.goes_on.set()
+
+
+@pytest.mark.timed
+def test_hosts_learn_why_ranks_were_stopped_when_the_store_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("murmura.launch.multi_host.HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr("murmura.launch.multi_host.LOST_SECONDS", 0.5)
+    monkeypatch.setattr("murmura.transports.bounded_store.ANSWER_SECONDS", 0.2)
+    (first, first_attempt), (second, attempt) = agreed()
+    stopped = second._store._inner = Stoppable(second._store._inner)
+    began = time.monotonic()
+    while not second.has_failure(attempt):
+        assert time.monotonic() - began < 5
+    stopped.goes_on.set()
+    with ThreadPoolExecutor(1) as pool:
+        ranks = Failure(None, "there", 1, "It stopped its ranks.", STOPPED_PRIORITY)
+        ended = pool.submit(second.await_root_cause, attempt, ranks)
+        found = first.await_root_cause(first_attempt, None)
+        assert ended.result(10) == found
+    assert str(found).startswith(f"the launcher on host 0 ({platform.node()}) is gone:\nIt has not answered for ")
 
 
 def test_a_store_that_is_slow_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from murmura.algorithms.gathered_mean import GatheredMean
 from murmura.compressors import Compressor
 from murmura.errors import ConfigError
 from murmura.transports.base import Transport, check_transport
+from murmura.transports.checks import is_whole
 
 
 def compressed_mean(
@@ -48,7 +49,7 @@ def compressed_mean(
 def _check_answers(compressor: Compressor, like: Tensor) -> None:
     """Raise `ConfigError` if a compressor, which a user may have written, answers what makes no sense."""
     num_bytes, fresh = compressor.payload_bytes(like.numel(), like.dtype), compressor.for_bucket()
-    if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 0:
+    if not is_whole(num_bytes) or num_bytes < 0:
         raise ConfigError(
             f"compressor={compressor!r}: payload_bytes({like.numel()}, {like.dtype}) returned {num_bytes!r}. Return "
             "the number of bytes, an int."

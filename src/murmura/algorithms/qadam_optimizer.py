@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class QAdamOptimizer(Optimizer):
     """Adam for `warmup_steps` steps; from then on the second moment and its bias correction stay as they are.
 
-    After the warm-up a step moves along the first moment m alone, so that ranks which average m stay together. Alone,
-    without QAdamAlgorithm, it is the same optimizer in a world of one. A GradScaler may drive it.
+    After the warm-up a step moves along the first moment m alone, so that ranks which average m stay together. Elements
+    whose gradients were all zero until then have no second moment, and stay as they are. Alone, without QAdamAlgorithm,
+    it is the same optimizer in a world of one. A GradScaler may drive it.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then calls step() always, and says in `found_inf` what it found

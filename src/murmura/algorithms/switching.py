@@ -28,7 +28,9 @@ def replace_algorithm(running: AlgorithmImpl, algorithm: Algorithm, replica: Rep
     """
     successor = algorithm.reify(replica.transport)
     if running.exchanges is Exchanges.WEIGHTS and successor.exchanges is not Exchanges.WEIGHTS:
-        _check_have_means(replica.optimizers)
+        optimizers = _in_common_order(replica, replica.optimizers)
+        if not _is_same_everywhere(replica, _lists(optimizers)):
+            raise _without_mean(optimizers)
     running.settle()
     whole = Deadline(replica.transport.timeout)
     running.close()  # a loop that averages by the clock waits here for the others' votes
@@ -62,15 +64,11 @@ def average_moments(replica: Replica, optimizers: Sequence[Optimizer], *, unless
     `unless_equal` leaves them alone where all ranks hold the same bits, which a mean of three would round.
     """
     ordered = _in_common_order(replica, optimizers)
-    _check_have_means(ordered)
     _check_same_optimizers(replica, ordered)
     _complete_moments(replica, ordered)
     moments = list(_moments(replica, ordered))
-    if not _is_same_everywhere(replica, "; ".join(name for name, _ in moments)):
-        raise UsageError(
-            "the ranks' optimizers do not hold the same moments, so they cannot be averaged. Build the same optimizers "
-            "on every rank, or new ones before you change the algorithm."
-        )
+    if not _is_same_everywhere(replica, "; ".join([*(name for name, _ in moments), _lists(ordered)])):
+        raise _without_mean(ordered)
     if unless_equal and _is_same_everywhere(replica, " ".join(_digest(moment) for _, moment in moments)):
         return
     flat_moments = FlatTensors([moment for _, moment in moments])
@@ -117,16 +115,31 @@ def _check_same_optimizers(replica: Replica, optimizers: Sequence[Optimizer]) ->
         )
 
 
-def _check_have_means(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers whose state is more than a few tensors for each parameter, as LBFGS's, whose past it is."""
+def _lists(optimizers: Sequence[Optimizer]) -> str:
+    """What tells apart the lists in the state of `optimizers`, LBFGS's earlier steps; "" if there are none."""
+    return " ".join(f"{key} {_digest(each)}" for _, key, value in _found_lists(optimizers) for each in value)
+
+
+def _found_lists(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, str, list[Any]]]:
     for optimizer in optimizers:
-        lists = [key for state in optimizer.state.values() for key, value in state.items() if isinstance(value, list)]
-        if lists:
-            name = type(optimizer).__name__
-            raise UsageError(
-                f"{name} keeps {lists[0]!r}, a list, which has no mean over replicas that have trained apart: they "
-                f"would drift apart again. Delete this {name}, change the algorithm, and build a new one."
-            )
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, list):
+                    yield optimizer, key, value
+
+
+def _without_mean(optimizers: Sequence[Optimizer]) -> UsageError:
+    """The error that the ranks' optimizers hold what cannot be averaged."""
+    for optimizer, key, _ in _found_lists(optimizers):
+        name = type(optimizer).__name__
+        return UsageError(
+            f"{name} keeps {key!r}, a list, which differs between the ranks and has no mean: equal weights would drift "
+            f"apart again. Delete this {name}, change the algorithm, and build a new one; leave average_moments out."
+        )
+    return UsageError(
+        "the ranks' optimizers do not hold the same moments, so they cannot be averaged. Build the same optimizers "
+        "on every rank, or new ones before you change the algorithm."
+    )
 
 
 def _complete_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None:
@@ -170,7 +183,9 @@ def _zeros(form: Any, parameter: nn.Parameter) -> Any:
     return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
 
 
-def _digest(moment: Tensor) -> str:
+def _digest(moment: Any) -> str:
+    if not isinstance(moment, Tensor):
+        return repr(moment)
     raw: Any = moment.cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return str(zlib.crc32(raw))
 

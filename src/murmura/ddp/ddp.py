@@ -311,9 +311,9 @@ class DDP(TorchSurface):
         counts as frozen since.
         """
         self.check_algorithm_state(state)
+        self._driver.settling.settle()  # ranks that have stepped wait for it
         if self.algorithm.in_step:
             replica_checks.check_same_round(self._replica.transport, state["round"])
-        self._driver.settling.settle()
         self._driver.reducer.load_plan(state["plan"])
         self._driver.trained.load_state_dict(state.get("trained"), self.algorithm)
         self._replica.round = state["round"]

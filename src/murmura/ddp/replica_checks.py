@@ -19,14 +19,15 @@ from murmura.transports.base import Transport
 def check_on_one_gpu(transport: Transport, tensors: Mapping[str, Tensor]) -> None:
     """Raise `ConfigError` if `transport` works on a GPU, and one of the tensors is on another."""
     own = transport.gpu
-    if own is None:
+    if own is None or own.index is None:  # a process group of a foreign kind, of which it is not known
         return
     for name, tensor in tensors.items():
         if tensor.is_cuda and tensor.get_device() != own.index:
             raise ConfigError(
                 f"rank {transport.reporter.own}: {name!r} is on {tensor.device}, and the transport works on {own}: a "
-                f"rank exchanges on one GPU. Move the whole model there before wrapping it, model.to({str(own)!r}); a "
-                "model that is spread over several GPUs of a rank needs torch's own DDP or FSDP2."
+                f"rank exchanges on one GPU. Move the whole model there before wrapping it, model.to({str(own)!r}), or "
+                "call torch.cuda.set_device before the transport is made; a model that is spread over several GPUs of "
+                "a rank needs torch's own DDP or FSDP2."
             )
 
 

@@ -50,6 +50,7 @@ class LauncherGroup:
         self._heartbeats: dict[int, tuple[bytes, float]] = {}  # at node 0, by node: the last value, and since when
         self._lost: set[int] = set()
         self._silent_since: float | None = None
+        self._gave_up: StoreSilent | None = None  # why ranks were stopped; it may answer again
         self._hosts: list[str] = []
 
     def rendezvous(self, number: int) -> Attempt:
@@ -82,6 +83,7 @@ class LauncherGroup:
             ) from error
         self._hosts = [each["host"] for each in nodes]
         self._heartbeats.clear()
+        self._gave_up = None
         ranks = [each["ranks"] for each in nodes]
         return Attempt(
             job=nodes[0]["job"],
@@ -125,6 +127,9 @@ class LauncherGroup:
             self._heartbeat(attempt, LOST_SECONDS)
             self._check_answers()
             return bool(self._store.check([f"{attempt.job}/failed"]))
+        except StoreSilent as error:
+            self._gave_up = error
+            return True
         except dist.DistError:
             return True
 
@@ -141,6 +146,8 @@ class LauncherGroup:
         After a failure the wait has a deadline. Without one it lasts as long as the other hosts have ranks running,
         for they need the store; a host whose launcher dies is a failure.
         """
+        if self._gave_up is not None and failure is not None and failure.priority == STOPPED_PRIORITY:
+            failure = self._launcher_lost(0, str(self._gave_up))
         self.report(attempt, failure)
         failures = [failure] if failure else []
         try:

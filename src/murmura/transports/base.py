@@ -125,8 +125,8 @@ class Transport(Operations, ABC):
 
     def subgroup(self, ranks: Sequence[int]) -> Transport | None:
         """The transport of `ranks` only; None on the other ranks."""
-        checks.check_members(ranks, self.world_size)
-        return self.split("subgroup-" + "-".join(map(str, ranks)), ranks)
+        members = checks.check_members(ranks, self.world_size)
+        return self.split("subgroup-" + "-".join(map(str, members)), members)
 
     def tagged_messages(self) -> TaggedMessages:
         """Point-to-point messages with tags, from any source, outside the order of this channel; collective."""

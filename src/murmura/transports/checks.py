@@ -6,7 +6,7 @@ import functools
 import logging
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import TypeAlias, TypeGuard
 
@@ -34,11 +34,11 @@ class Check(StrEnum):
 
 def check_rank(rank: int, world_size: int, what: str) -> None:
     """Refuse what is no rank of the world; `what` is the argument's name."""
-    if not _is_whole(rank) or not 0 <= rank < world_size:
+    if not is_whole(rank) or not 0 <= rank < world_size:
         raise UsageError(f"{what}={rank!r} is not a rank of this world: ranks go from 0 to {world_size - 1}.")
 
 
-def _is_whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
     """Whether `value` is a whole number, of Python, numpy or torch."""
     try:
         operator.index(value)  # type: ignore[arg-type]  # that is the question
@@ -56,15 +56,18 @@ def check_timeout(timeout: float | None, refuse: type[UsageError | ConfigError] 
         raise refuse(f"timeout={timeout!r} is not a number of seconds above 0. Pass a finite one.")
 
 
-def check_members(members: Sequence[int], world_size: int) -> None:
-    """Refuse a list of ranks that is no subgroup of the world."""
-    if not isinstance(members, Sequence | Tensor) or not all(map(_is_whole, members)):
+def check_members(members: Iterable[int], world_size: int) -> tuple[int, ...]:
+    """Refuse a list of ranks that is no subgroup of the world; return it as a tuple."""
+    is_list = isinstance(members, Iterable) and getattr(members, "ndim", 1) != 0  # an array may be one number
+    ranks = tuple(members) if is_list else ()
+    if not is_list or not all(map(is_whole, ranks)):
         raise UsageError(f"ranks={members!r} is no list of ranks. Give some from 0 to {world_size - 1}: [0, 1].")
-    members = [operator.index(member) for member in members]
-    if not members or len(set(members)) != len(members):
-        raise UsageError(f"ranks={list(members)} must name at least one rank, and none twice.")
-    for member in members:
-        check_rank(member, world_size, "ranks")
+    ranks = tuple(map(operator.index, ranks))
+    if not ranks or len(set(ranks)) != len(ranks):
+        raise UsageError(f"ranks={list(ranks)} must name at least one rank, and none twice.")
+    for rank in ranks:
+        check_rank(rank, world_size, "ranks")
+    return ranks
 
 
 def check_name(name: str) -> None:
@@ -75,7 +78,7 @@ def check_name(name: str) -> None:
 
 def check_allocation(numel: int, dtype: torch.dtype, device: torch.device | str) -> None:
     """Refuse what is no length, dtype and device of a tensor."""
-    if not _is_whole(numel) or numel < 0:
+    if not is_whole(numel) or numel < 0:
         raise UsageError(f"numel={numel!r} must be a whole number of elements, at least 0.")
     if not isinstance(dtype, torch.dtype):
         raise UsageError(f"dtype={dtype!r} is no dtype. Give one of torch's, such as torch.float32.")
@@ -138,6 +141,9 @@ def check_exchange(sends: Pairs, recvs: Pairs, timeout: float | None, rank: int,
                 raise UsageError(f"{name} holds {pair!r}: {PAIRS}")
             tensor, peer = pair
             check_rank(peer, world_size, what)
+            given: object = peer
+            if isinstance(given, Tensor):  # no two of them are the same key
+                raise UsageError(f"{what}={peer!r} is a tensor. Give its number, int({what}).")
             if peer == rank:
                 raise UsageError(f"rank {peer} cannot exchange with itself ({what}={peer}); copy the tensor instead.")
             check_dense(tensor, name)

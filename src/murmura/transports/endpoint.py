@@ -7,7 +7,6 @@ to the channels split off it (`keep_split`). `Transport` inherits it and adds th
 from __future__ import annotations
 
 import contextlib
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -208,9 +207,7 @@ class Endpoint:
 
     def split_members(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
         """The ranks of a split, None meaning all, once they are checked; None if this rank is none of them."""
-        if ranks is not None:
-            check_members(ranks, self.world_size)
-        members = tuple(range(self.world_size) if ranks is None else map(operator.index, ranks))
+        members = tuple(range(self.world_size)) if ranks is None else check_members(ranks, self.world_size)
         self.check_usable()
         return members if self.rank in members else None
 
