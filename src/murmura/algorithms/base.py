@@ -54,6 +54,10 @@ class Replica(Protocol):
         """Those that have stepped on the parameters, in the order of their first steps."""
         ...
 
+    def remember(self, optimizer: Optimizer) -> bool:
+        """Remember that `optimizer` steps on the parameters; return whether it was unknown."""
+        ...
+
     def forget_optimizers(self) -> None:
         """Know no optimizer: each counts as unknown when it steps again."""
 

@@ -19,6 +19,7 @@ from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer
+from murmura.algorithms.switching import average_moments
 from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import as_real, of_another_model
 from murmura.buckets import Bucket
@@ -68,21 +69,14 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def setup(self, replica: Replica) -> None:
         self._replica = replica
-        known = [self.optimizer, *(each for each in replica.optimizers if isinstance(each, QAdamOptimizer))]
-        optimizer = next((each for each in known if each is not None), None)
-        if optimizer is not None:
-            self._take(optimizer)
-
-    def _take(self, optimizer: QAdamOptimizer) -> None:
-        """Work with `optimizer` from now on. Collective, if replicas may have trained apart."""
-        self._check_covers(optimizer)
-        self.optimizer = optimizer
-        if self._replica.moments_may_differ and self.process_group.world_size > 1:
-            # Each may have left out other steps. The warm-up is then as far as on the rank that has taken the fewest.
-            counts = optimizer.step_counts(self._replica.parameters)
-            self.process_group.all_reduce(fewest := -counts, ReduceOp.MAX)
-            self.process_group.all_reduce(counts, ReduceOp.MEAN)
-            optimizer.set_step_counts(self._replica.parameters, -fewest, counts)
+        known = [each for each in replica.optimizers if isinstance(each, QAdamOptimizer)]
+        if self.optimizer is None and known:
+            self.optimizer = known[0]
+        if self.optimizer is None:
+            return
+        self._check_covers(self.optimizer)
+        if replica.moments_may_differ and replica.remember(self.optimizer):  # how far it is decides what is exchanged
+            average_moments(replica, [self.optimizer], unless_equal=True)
 
     def on_bucket_ready(self, bucket: Bucket) -> None:
         self._hierarchy.reduce(bucket.flat, ReduceOp.MEAN)
@@ -121,7 +115,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
                     "the algorithm's state is from after QAdam's warm-up, but the optimizer has not warmed up. Load "
                     "the optimizer's state_dict too, or leave the algorithm's state out."
                 )
-            self._take(optimizer)
+            self._check_covers(optimizer)
+            self.optimizer = optimizer
         if optimizer is self.optimizer and optimizer.is_warm and self.process_group.world_size > 1:
             self._average_moments(optimizer)
 
