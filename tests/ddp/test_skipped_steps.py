@@ -165,7 +165,7 @@ def test_all_ranks_skip_what_one_skips_under_qadam() -> None:
     assert first[5] < first[4]
 
 
-ODD = ("resumed", "another optimizer")
+ODD = ("frozen since", "past the forwards", "in eval mode", "resumed", "another optimizer")
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["", "and waits"])

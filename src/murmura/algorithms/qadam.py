@@ -56,7 +56,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._was_warm = False  # as long as the optimizer is not known
         self._flags_pending = False  # a round has ended after the warm-up, and its step has not come
         self._must_skip = False  # the step under way is one that this rank skips
-        self._skips = False  # the step under way is one that another rank skips
+        self._sets_found_inf = False  # for the step under way, which another rank skips
         self._codec = CodecThread()
         self._flats: list[Tensor] = []
         self._means: list[CompressedMean] = []
@@ -81,17 +81,20 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def on_bucket_ready(self, bucket: Bucket) -> None:
         self._hierarchy.reduce(bucket.flat, ReduceOp.MEAN)
 
+    def before_forward(self) -> None:
+        self.settle()  # the step of the last round is over, also where local backwards have begun this one
+
     def after_backward(self) -> None:
         self._flags_pending = self.exchanges is Exchanges.MOMENTA and self.process_group.world_size > 1
 
     def settle(self) -> None:
         if self._flags_pending:
             self._flags_pending = False
-            self._exchange_flags(self._trainable(), stepping=False)
+            self._exchange_flags(stepping=False)
 
     def before_collective(self) -> None:
         if self._flags_pending:
-            any_stepping, _ = self._exchange_flags(self._trainable(), stepping=False)
+            any_stepping, _ = self._exchange_flags(stepping=False)
             self._flags_pending = not any_stepping
 
     def skip_step(self) -> None:
@@ -99,11 +102,12 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._must_skip = False
-        if self._skips:
-            self._skips = False
+        if self._sets_found_inf:
+            self._sets_found_inf = False
             del optimizer.found_inf  # type: ignore[attr-defined]
 
     def before_step(self, optimizer: Optimizer) -> None:
+        self.leaves_out_step = False
         if not isinstance(optimizer, QAdamOptimizer):
             raise UsageError(
                 f"QAdamAlgorithm works with murmura.QAdamOptimizer, and {type(optimizer).__name__} is about to step. "
@@ -122,15 +126,16 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     @torch.no_grad()
     def _average_moments(self, optimizer: QAdamOptimizer) -> None:
-        parameters = self._trainable()
         self._flags_pending = False
         found_infinity = self._must_skip or optimizer.found_infinity()
-        _, any_skips = self._exchange_flags(parameters, stepping=True, found_infinity=found_infinity)
+        _, any_skips = self._exchange_flags(stepping=True, found_infinity=found_infinity)
         if any_skips:
-            self._skips = not hasattr(optimizer, "found_inf")
+            self.leaves_out_step = True
+            self._sets_found_inf = not hasattr(optimizer, "found_inf")
             optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]  # GradScaler's own way to say it
             return
         optimizer.fold_gradients()
+        parameters = self._trainable()
         moments = [optimizer.first_moment(each) for each in parameters]
         flat_moments = FlatTensors(moments)
         self._prepare(flat_moments, moments)
@@ -157,20 +162,20 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def _trainable(self) -> list[nn.Parameter]:
         return [each for each in self._replica.parameters if each.requires_grad]
 
-    def _exchange_flags(
-        self, parameters: list[nn.Parameter], *, stepping: bool, found_infinity: bool = False
-    ) -> tuple[bool, bool]:
+    def _exchange_flags(self, *, stepping: bool, found_infinity: bool = False) -> tuple[bool, bool]:
         """Whether any rank steps, and whether any skips its step.
 
-        If all step, parameters that other ranks used get a gradient of zeros.
+        If all step, parameters that other ranks used get a gradient of zeros. There is a flag for frozen ones too: a
+        rank that has skipped its step may have frozen others since.
         """
-        used = [parameter.grad is not None for parameter in parameters]
+        parameters = self._replica.parameters
+        used = [parameter.grad is not None and parameter.requires_grad for parameter in parameters]
         flags = torch.tensor([*used, stepping, found_infinity or not stepping], dtype=torch.float32)
         self.process_group.all_reduce(flags, ReduceOp.MAX)
         *used_anywhere, any_stepping, any_skips = flags.tolist()
         if not any_skips:
             for parameter, is_used in zip(parameters, used_anywhere, strict=True):
-                if is_used and parameter.grad is None:
+                if is_used and parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         return bool(any_stepping), bool(any_skips)
 
