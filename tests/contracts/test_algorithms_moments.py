@@ -69,6 +69,39 @@ def test_a_rank_that_has_not_stepped_yet_holds_nobody_up() -> None:
         assert torch.equal(moments, other_moments)
 
 
+class Counting(torch.optim.SGD):
+    """Counts the steps of each parameter in a number of Python's, as many optimizers do, and divides by it."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["steps"] = state.get("steps", 0) + 1
+            parameter.data.sub_(parameter.grad, alpha=0.1 / state["steps"])
+
+
+@pytest.mark.parametrize("skipped", [(1,), (0, 1)], ids=["one of two", "both"])
+def test_numbers_of_steps_are_averaged_where_replicas_are_to_be_equal(skipped: tuple[int, ...]) -> None:
+    def run(transport: Transport) -> tuple[torch.Tensor, list[float]]:
+        task = regression("sgd")
+        ddp = DDP(task.make_model(), transport, algorithm=LocalSGDAlgorithm(1))
+        optimizer = Counting(ddp.parameters(), lr=0.1)
+        ddp.remember_optimizer(optimizer)
+        for number in range(4):
+            if number == 2:
+                ddp.set_algorithm("gradient_allreduce")
+            step(ddp, optimizer, task, number, transport.rank, skip=number in skipped and transport.rank == 2)
+        found = flat_of(ddp.module), [state["steps"] for state in optimizer.state.values()]
+        ddp.close()
+        return found
+
+    wanted = 2 + (6 - len(skipped)) / 3
+    (weights, steps), *others = run_world(run, 3, timeout=SECONDS)
+    assert steps == pytest.approx([wanted] * len(steps))
+    for other_weights, other_steps in others:
+        assert torch.equal(weights, other_weights)
+        assert steps == other_steps
+
+
 def test_the_formula_counts_two_moments() -> None:
     whole = LocalSGDAlgorithm(10).bytes_per_round(1000, 4)
     assert LocalSGDAlgorithm(10, average_moments=True).bytes_per_round(1000, 4) == 3 * whole

@@ -68,16 +68,17 @@ def test_a_step_that_one_rank_must_skip_leaves_no_trace_under_qadam(left_out: in
 
 
 @pytest.mark.parametrize("warmup_steps", [2, 3, 5])
+@pytest.mark.parametrize("then", ["qadam", "gradient_allreduce"])
 @pytest.mark.parametrize("how", ["phase", "switch"])
-def test_ranks_that_left_out_steps_apart_warm_up_together_under_qadam(how: str, warmup_steps: int) -> None:
+def test_ranks_that_left_out_steps_apart_warm_up_together(how: str, then: str, warmup_steps: int) -> None:
     def run(transport: Transport) -> Tensor:
         alone = LocalSGDAlgorithm(1)
-        algorithm = Phased(alone, 3, then="qadam") if how == "phase" else alone
+        algorithm = Phased(alone, 3, then=then) if how == "phase" else alone
         with closing(DDP(mlp(), transport, algorithm=algorithm, nonfinite="skip_step")) as ddp:
             optimizer = QAdamOptimizer(ddp.module.parameters(), lr=0.01, warmup_steps=warmup_steps)
             for index in range(8):
                 if index == 3 and how == "switch":
-                    ddp.set_algorithm("qadam")
+                    ddp.set_algorithm(then)
                 optimizer.zero_grad()
                 factor = float("nan") if index == transport.rank == 1 else 1.0
                 (ddp(values(6, 4, seed=3 * index + transport.rank)).square().mean() * factor).backward()

@@ -13,6 +13,7 @@ from torch import nn
 from ddp.models import all_equal, fill, number, on_ranks, values, weight
 from murmura import (
     DDP,
+    Algorithm,
     Checkpointer,
     DecentralizedAlgorithm,
     DiLoCoAlgorithm,
@@ -162,6 +163,53 @@ def test_all_ranks_skip_what_one_skips_under_qadam() -> None:
     assert first[3] == first[2]
     assert first[4] < first[3]
     assert first[5] < first[4]
+
+
+ODD = ("frozen since", "past the forwards", "in eval mode", "resumed", "another optimizer")
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["", "and waits"])
+@pytest.mark.parametrize("how", ODD)
+def test_a_step_that_one_rank_skips_under_qadam_holds_nobody_up(how: str, waits: bool, tmp_path: Path) -> None:
+    """The third step after the warm-up, and what is odd about it, or about the run: moments from a switch."""
+
+    def make(transport: Transport, algorithm: Algorithm) -> tuple[nn.Module, DDP, QAdamOptimizer]:
+        model = fill(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)))
+        ddp = DDP(model, transport, algorithm=algorithm)
+        return model, ddp, QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=1)
+
+    def run(transport: Transport) -> list[torch.Tensor]:
+        from_switch = how in ("resumed", "another optimizer")
+        model, ddp, optimizer = make(transport, LocalSGDAlgorithm(1) if from_switch else QAdamAlgorithm())
+        for index in range(6):
+            if from_switch and index == 2:
+                if how == "another optimizer":
+                    state = optimizer.state_dict()
+                    optimizer = QAdamOptimizer(model.parameters(), warmup_steps=1)
+                    optimizer.load_state_dict(state)
+                ddp.set_algorithm(QAdamAlgorithm(optimizer if how == "another optimizer" else None))
+            if how == "resumed" and index == 2:
+                Checkpointer(tmp_path).save(1, ddp=ddp, optimizer=optimizer)
+                ddp.close()
+                model, ddp, optimizer = make(transport, QAdamAlgorithm())
+                Checkpointer(tmp_path).load(ddp=ddp, optimizer=optimizer)
+            optimizer.zero_grad()
+            x = values(6, 4, seed=3 * index + transport.rank)
+            model.train(how != "in eval mode")
+            is_past = how == "past the forwards" and index == 3
+            out = torch.tanh(x @ model[0].weight.T) @ model[2].weight.T if is_past else ddp(x)
+            out.square().mean().backward()
+            if index != 2 or transport.rank != 1:
+                optimizer.step()
+            if how == "frozen since" and index == 2:
+                model[0].requires_grad_(False)
+            if waits and index == 2:
+                transport.barrier()
+        found = [each.detach().clone() for each in model.parameters()]
+        ddp.close()
+        return found
+
+    assert all_equal(run_world(run, 2, timeout=5))
 
 
 def test_the_deadline_tells_of_a_skipped_step() -> None:

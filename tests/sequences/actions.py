@@ -35,11 +35,13 @@ HAZARDS = (SKIP, BY_HAND, NO_ROOT, JOIN, LIVE, MIXED, THAW, LOAD, SWITCH, RESUME
 
 @dataclass(frozen=True)
 class Choice:
-    """An algorithm by name, and what it is told."""
+    """An algorithm by name, and what it is told; from round `until` on, `then` is run in its place, if there is one."""
 
     name: str
     interval: int = 1
     warmup: int = 0
+    until: int = 0
+    then: Choice | None = None
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,12 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """Backward of the sum of some losses."""
+    """Backward of the sum of some losses; on the `spoiled` ranks it is NaN."""
 
     slots: tuple[int, ...]
     retain: bool
     in_no_sync: bool
+    spoiled: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,10 @@ class Sync:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the optimizer, on all ranks but those that skip it."""
+    """A step of the optimizer, on all ranks but those that skip it: they do not call it, or a GradScaler says so."""
 
     skipping: tuple[int, ...] = ()
+    is_scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,10 +192,12 @@ class Script:
     optimizer: str  # "sgd", "momentum", "adam" or "qadam"
     actions: tuple[Action, ...]
     hazards: tuple[frozenset[str], ...]
+    warmup: int = 1  # steps of "qadam"
 
     def told(self, failed_at: int | None = None) -> str:
         """The script as lines, the action that failed marked."""
-        head = f"seed {self.seed}: {self.num_ranks} ranks, {self.choice}, {self.optimizer}, buffers {self.buffers!r}"
+        optimizer = f"{self.optimizer} with {self.warmup=}" if self.optimizer == "qadam" else self.optimizer
+        head = f"seed {self.seed}: {self.num_ranks} ranks, {self.choice}, {optimizer}, buffers {self.buffers!r}"
         lines = [f"{'>>' if at == failed_at else '  '} {at:2} {each}" for at, each in enumerate(self.actions)]
         return "\n".join([head, *lines])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -80,6 +80,9 @@ class Watched(murmura.GradientAllReduceAlgorithm):
 
 def algorithm_of(choice: Choice, layouts: list[Layout]) -> Algorithm:
     """The algorithm of `choice`; if its messages depend on the order of gradients, it adds that to `layouts`."""
+    if choice.then is not None:
+        first = algorithm_of(replace(choice, then=None), layouts)
+        return murmura.Phased(first, choice.until, then=algorithm_of(choice.then, layouts))
     match choice.name:
         case "gradient_allreduce":
             return murmura.GradientAllReduceAlgorithm()
@@ -136,5 +139,5 @@ def optimizer_of(script: Script, parameters: Iterable[nn.Parameter]) -> Optimize
         case "adam":
             return torch.optim.Adam(parameters, lr=0.01)
         case "qadam":
-            return murmura.QAdamOptimizer(parameters, lr=0.01, warmup_steps=script.choice.warmup)
+            return murmura.QAdamOptimizer(parameters, lr=0.01, warmup_steps=script.warmup)
     raise AssertionError(script.optimizer)

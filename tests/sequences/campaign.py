@@ -123,7 +123,8 @@ def _may_round_apart(script: Script, at: int) -> bool:
     Replicas then agree but for the last place: they may happen to be equal in the simulation and not in the world.
     """
     choices = [script.choice, *(each.choice for each in script.actions[: at + 1] if isinstance(each, Switch))]
-    return choices[-1].name in ("async", "push_sum", "exponential")
+    phases = [each.name for each in (choices[-1], choices[-1].then) if each is not None]
+    return not {*phases}.isdisjoint(("async", "push_sum", "exponential"))
 
 
 def _difference(got: Tensor, wanted: Tensor, names: Sequence[str]) -> str:

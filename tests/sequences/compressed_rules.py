@@ -9,8 +9,7 @@ when gradients travel in another order; the draws then begin anew.
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,8 +25,6 @@ from sequences.rules import (
     Rule,
     Waiting,
     Weights,
-    average_gradients,
-    eight_bits,
     mean_of,
     mixed_over,
 )
@@ -315,79 +312,9 @@ class SparseLoCo(DiLoCo):
         self.rank.write(new)
 
 
-class QAdam(MeanGradients):
-    """Mean gradients in the warm-up; then q(mean q(m)), before the step, is the first moment of everyone.
-
-    Moments travel in the order of the trainable parameters, chunk r through rank r.
-    """
-
-    def end(self) -> Waiting:
-        if not self.rank.adam().is_warm:
-            yield from average_gradients(self.rank)
-
-    def before_step(self) -> Waiting:
-        adam = self.rank.adam()
-        if not adam.is_warm:
-            return
-        trained = [(name, each) for name, each in self.rank.model.named_parameters() if each.requires_grad]
-        used = {name for name, each in trained if each.grad is not None}
-        everyone = yield from self.rank.exchange("flags", (used, adam.found_infinity))
-        used_anywhere = {name for names, _ in everyone for name in names}
-        if any(found for _, found in everyone):
-            adam.found_infinity = True
-            return
-        for name, parameter in trained:
-            if name in used_anywhere and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        adam.fold()
-        moments = [adam.first(name) for name, _ in trained]
-        everyone = yield from self.rank.exchange("moments", torch.cat([each.reshape(-1) for each in moments]))
-        is_used = [
-            torch.full((each.numel(),), name in used_anywhere) for (name, _), each in zip(trained, moments, strict=True)
-        ]
-        mean = yield from self.quantised_mean(everyone, torch.cat(is_used), [name for name, _ in trained])
-        pieces = torch.split(mean, [each.numel() for each in moments])
-        for (name, _), moment, piece in zip(trained, moments, pieces, strict=True):
-            if name in used_anywhere:
-                moment.copy_(piece.view(moment.shape))
-
-    def quantised_mean(self, everyone: list[Tensor], is_used: Tensor, names: list[str]) -> Generator[Any, Any, Tensor]:
-        """The mean of the moments of `names`, end to end; of an element that nobody uses it comes to nothing."""
-        parts = []
-        for chunk in chunks(everyone[0].numel(), len(everyone)):
-            arrived = [eight_bits(each[chunk]) for each in everyone]
-            parts.append(eight_bits(sum(arrived) / len(arrived)))  # type: ignore[arg-type]
-        yield from ()
-        return torch.cat(parts)
-
-
-class LossyQAdam(QAdam):
-    """As QAdam, with fewer bits, and what messages lost of a parameter added to the next, until it is frozen."""
-
-    kept = ("lost", "lost_of_mean")
-
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
-        self.lost: Shares = {}
-        self.lost_of_mean: Shares = {}
-
-    def quantised_mean(self, everyone: list[Tensor], is_used: Tensor, names: list[str]) -> Waiting:
-        like = {name: each.detach() for name, each in self.rank.model.named_parameters()}
-        lost_here, lost_of_mean = (flat_of(each, like, names) for each in (self.lost, self.lost_of_mean))
-        lost = yield from self.rank.exchange("lost", lost_here)
-        mean, now, of_mean = lossy_mean(self.choice.name, everyone, lost, lost_of_mean)
-        numels = [like[name].numel() for name in names]
-        kept = torch.where(is_used, now[self.rank.number], lost_here), torch.where(is_used, of_mean, lost_of_mean)
-        self.lost, self.lost_of_mean = (dict(zip(names, each.split(numels), strict=True)) for each in kept)
-        return mean
-
-
 FEW_BYTES: dict[str, type[Rule]] = {
     **dict.fromkeys(("topk", "randomk", "sign", "uint4"), Compressed),
     "powersgd": PowerSGD,
     "push_sum": PushSum,
     "sparse_loco": SparseLoCo,
-    "qadam": QAdam,
-    "qadam_sign": LossyQAdam,
-    "qadam_topk": LossyQAdam,
 }

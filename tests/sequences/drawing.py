@@ -5,7 +5,7 @@ A script uses only some of the hazards, so that most failures have one cause to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from sequences.actions import (
     BY_HAND,
@@ -39,7 +39,7 @@ from sequences.actions import (
     Thaw,
     ZeroGrad,
 )
-from sequences.position import OF_QADAM, Position
+from sequences.position import OF_GRADIENTS, OF_QADAM, Position
 
 
 def draw_script(seed: int, algorithm: str, hazards: Collection[str] | None = None) -> Script:
@@ -65,6 +65,7 @@ class _Walk(Position):
             choice=self.first_choice,
             buffers=self.buffers,
             optimizer=self.optimizer,
+            warmup=self.warmup,
             actions=tuple(self.actions),
             hazards=tuple(self.met),
         )
@@ -88,7 +89,7 @@ class _Walk(Position):
             (self.load, 1.0 if between and self.can_load else 0.0),
             (self.resume, 4.0 if between and self.can_load and RESUME in allowed else 0.0),
             (self.load_weights, 1.0 if between and LOAD in allowed else 0.0),
-            (self.switch, 1.0 if between and SWITCH in allowed and self.targets() else 0.0),
+            (self.switch, (2.5 if self.is_restless else 1.0) if between and SWITCH in allowed else 0.0),
             (self.freeze, (2.0 if RESUME in allowed else 0.3) if is_clean and not self.is_warming else 0.0),
             (self.thaw, 3.0 if is_clean and THAW in allowed and self.can_thaw else 0.0),
             (self.join, (1.5 if JOIN in allowed or self.is_pending else 0.3) if between and self.can_join else 0.0),
@@ -122,9 +123,11 @@ class _Walk(Position):
     def forward(self) -> None:
         if self.rounds_of_live:
             self.forget_live()  # what is owed is settled now, which may change the weights
-        in_no_sync, was_open = self.is_lucky(0.25), self.is_open
+        in_no_sync, was_idle = self.is_lucky(0.25), not self.is_open and not self.is_held
         if NO_ROOT in self.allowed and not self.is_warming and self.is_lucky(0.7):
             kind = self.chance.choice(("part", "method", "raw", "eval", "eval"))
+            if kind != "raw":
+                self.begin_phase()
             if kind == "eval":
                 action = self.root_forward(in_no_sync, in_eval=True)
             else:
@@ -132,11 +135,12 @@ class _Walk(Position):
                 self.num_slots += 1
             self.use(NO_ROOT)
         else:
+            self.begin_phase()
             action = self.root_forward(in_no_sync)
             self.is_open = True
             if self.buffers:  # a training forward changes what an evaluating one has saved for its backward
                 self.live = {slot: each for slot, each in self.live.items() if not (each.is_root and each.in_eval)}
-        if action.kind != "raw" and not was_open:
+        if action.kind != "raw" and was_idle:
             self.settled()
         if not self.live:
             self.rounds_of_live = 0
@@ -156,7 +160,9 @@ class _Walk(Position):
             is_local = in_no_sync = self.is_lucky(0.25)
         if self.rounds_of_live:
             self.use(LIVE)
-        self.add(Backward(slots, retain, in_no_sync))
+        may_spoil = self.optimizer == "qadam" and SKIP in self.allowed and not is_local
+        spoiled = self.some_ranks() if may_spoil and self.is_lucky(0.25) else []
+        self.add(Backward(slots, retain, in_no_sync, tuple(spoiled)))
         if not retain:
             for slot in slots:
                 del self.live[slot]
@@ -166,8 +172,32 @@ class _Walk(Position):
             self.round_ended()
             if LIVE not in self.allowed:
                 self.forget_live()
+        if spoiled:
+            self.use(SKIP)
+            self.step(spoiled)
+
+    def some_ranks(self) -> list[int]:
+        everyone = range(self.num_ranks)
+        return sorted(self.chance.sample(everyone, self.chance.randint(1, self.num_ranks)))
+
+    def begin_phase(self) -> None:
+        """The next phase of the algorithm, if it is due and a forward or a step leads to it."""
+        if self.is_phase_due and not self.is_open and not self.is_held:
+            assert self.given.then is not None
+            self.use(SWITCH)
+            if self.rounds_since_step:
+                self.zero_grad()
+                self.rounds_since_step = 0
+            self.change_to(self.given.then)
+
+    def change_to(self, choice: Choice) -> None:
+        if self.is_of_weights and choice.name in OF_GRADIENTS:
+            self.steps = [min(self.steps)] * self.num_ranks
+        self.choice = choice
+        self.changed_weights()
 
     def round_ended(self) -> None:
+        self.began_late = not self.is_open
         self.is_open = self.is_held = self.has_begun = False
         self.round += 1
         self.rounds_of_live += 1
@@ -184,26 +214,28 @@ class _Walk(Position):
 
     # Steps
 
-    def step(self) -> None:
+    def step(self, spoiled: Sequence[int] = ()) -> None:
         skipping: list[int] = []
+        is_scaled = self.optimizer == "qadam" and self.is_lucky(0.5)
         if SKIP in self.allowed and self.is_lucky(0.5):
-            everyone = list(range(self.num_ranks))
             is_alone = self.is_of_weights or (self.choice.name in OF_QADAM and not self.is_warming)
-            skipping = (
-                sorted(self.chance.sample(everyone, self.chance.randint(1, len(everyone)))) if is_alone else everyone
-            )
+            skipping = self.some_ranks() if is_alone else list(range(self.num_ranks))
             self.use(SKIP)
-        self.add(Step(tuple(skipping)))
-        is_common = self.optimizer == "qadam" and bool(skipping)
-        stepping = set() if is_common else set(range(self.num_ranks)) - set(skipping)
-        self.stepped |= stepping
-        if len(stepping) == self.num_ranks:
-            self.num_steps += 1
+        if self.is_phase_due and self.began_late and not is_scaled:
+            skipping = []  # the step begins the next phase, for which all ranks are needed
+        self.add(Step(tuple(skipping), is_scaled))
+        was_warming, left_out = self.is_warming, {*skipping, *spoiled}
+        if left_out and not self.is_of_weights:
+            left_out = set(range(self.num_ranks))
+        self.steps = [count + (rank not in left_out) for rank, count in enumerate(self.steps)]
         self.is_pending = bool(skipping)
         self.changed_weights()
         self.rounds_since_step = 0
-        if self.is_lucky(0.9):
+        if spoiled or self.is_lucky(0.9):
             self.zero_grad()
+        left_out_by_all = self.choice.name in OF_QADAM and not was_warming and bool(left_out)
+        if self.began_late and (not skipping or is_scaled) and not left_out_by_all:
+            self.begin_phase()
 
     def zero_grad(self, to_none: bool | None = None) -> None:
         self.add(ZeroGrad(self.is_lucky(0.7) if to_none is None else to_none))
@@ -256,7 +288,7 @@ class _Walk(Position):
     def save(self) -> None:
         self.add(Save(len(self.actions) + 1))
         self.collective_point()
-        self.saved = self.choice, self.round, self.num_steps
+        self.saved = self.given, self.choice, self.round, [*self.steps]
 
     def load(self) -> None:
         self.add(Load())
@@ -264,7 +296,7 @@ class _Walk(Position):
 
     def loaded(self) -> None:
         assert self.saved is not None
-        _, self.round, self.num_steps = self.saved
+        self.given, self.choice, self.round, self.steps = self.saved
         self.changed_weights()
         self.zero_grad(to_none=True)
         self.rounds_since_step = 0
@@ -290,13 +322,12 @@ class _Walk(Position):
 
     def switch(self) -> None:
         self.use(SWITCH)
-        name = self.chance.choice(self.targets())
-        if name in OF_QADAM:
-            self.choice = self.first_choice
-        else:
-            self.choice = Choice(name, self.chance.choice((1, 2, 3)))
-        self.add(Switch(self.choice))
-        self.changed_weights()
+        choice = Choice(self.chance.choice(self.targets()), self.chance.choice((1, 2, 3)))
+        self.change_to(choice)
+        self.given = self.choice
+        if self.optimizer == "qadam" and self.is_lucky(0.4):
+            self.given = self.choice = self.with_phase(choice)
+        self.add(Switch(self.given))
         self.zero_grad()
         self.rounds_since_step = 0
         self.is_pending = False
@@ -329,10 +360,8 @@ class _Walk(Position):
             self.use(JOIN)
         self.add(Join(lengths, backwards, every, self.num_slots))
         self.num_slots += max(lengths)
-        steps = -(-max(lengths) // every)
         self.round += backwards * max(lengths)
-        self.num_steps += steps
-        self.stepped = set(range(self.num_ranks))
+        self.steps = [count - (-max(lengths) // every) for count in self.steps]
         self.changed_weights()
         self.zero_grad()
         self.rounds_since_step = 0

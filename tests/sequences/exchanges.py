@@ -60,7 +60,8 @@ class Adam:
 
     def of(self, name: str) -> dict[str, Any]:
         zeros = torch.zeros_like(self.model.get_parameter(name))
-        return self.state.setdefault(name, {"m": zeros, "v": zeros.clone(), "num_m": 0, "num_v": 0})
+        num_m, num_v = torch.zeros(()), torch.zeros((), dtype=torch.float64)  # torch's Adam counts in float32
+        return self.state.setdefault(name, {"m": zeros, "v": zeros.clone(), "num_m": num_m, "num_v": num_v})
 
     def first(self, name: str) -> Tensor:
         moment: Tensor = self.of(name)["m"]
@@ -76,8 +77,8 @@ class Adam:
     @torch.no_grad()
     def step(self) -> None:
         folded, self.folded = self.folded, False
-        if self.found_infinity:
-            self.found_infinity = False
+        skips, self.found_infinity = self.found_infinity, False
+        if skips or all(each.grad is None for each in self.model.parameters()):
             return
         if self.is_warm and not folded:
             self.fold()
@@ -91,8 +92,8 @@ class Adam:
                 own["num_v"] += 1
                 own["m"].mul_(0.9).add_(parameter.grad, alpha=0.1)
                 own["v"].mul_(0.999).add_(parameter.grad**2, alpha=0.001)
-            first = own["m"] / (1 - 0.9 ** own["num_m"])
-            second = own["v"] / (1 - 0.999 ** own["num_v"])
+            first = own["m"] / (1 - 0.9 ** own["num_m"].item())
+            second = own["v"] / (1 - 0.999 ** own["num_v" if self.is_warm else "num_m"].item())
             parameter -= 0.01 * first / (second.sqrt() + 1e-8) * (second != 0)
         self.num_steps += 1
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -36,24 +33,11 @@ class WithMoments(LocalSGD):
     """
 
     kept = ("is_owed",)
-    is_owed = knows_optimizer = False
+    is_owed = False
 
     def begin(self) -> None:
         super().begin()
         self.due: list[int] = []
-        self.knows_optimizer |= bool(self.rank.optimizer.state)
-
-    def state(self) -> dict[str, Any]:
-        self.knows_optimizer = True  # the optimizer is saved, too
-        return super().state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        super().restore(state)
-        self.knows_optimizer = True
-
-    def before_step(self) -> Waiting:
-        self.knows_optimizer = True
-        yield from super().before_step()
 
     def is_due(self, number: int) -> bool:
         return super().is_due(number) or self.is_owed
@@ -67,7 +51,7 @@ class WithMoments(LocalSGD):
         number = self.due.pop(0)
         if super().is_due(number):
             yield from super().communicate()
-        self.is_owed = not all((yield from self.rank.exchange("known", self.knows_optimizer)))
+        self.is_owed = not all((yield from self.rank.exchange("known", self.rank.knows_optimizer)))
         if not self.is_owed:
             yield from self.rank.average_moments()
         elif number + 1 < self.rank.round and number + 1 not in self.due:  # ended here, perhaps not elsewhere

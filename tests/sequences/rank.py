@@ -59,12 +59,16 @@ class Rank:
         self.channel = transport.channel("user")
         self.model = make_model(script.buffers, seed=10 * script.seed + self.rank)
         self.layouts: list[Layout] = []
-        self.ddp = DDP(self.model, transport, algorithm=algorithm_of(script.choice, self.layouts))
+        self.ddp = self.wrapped()
         self.optimizer = optimizer_of(script, self.model.parameters())
         self.folder = folder / str(script.seed)
         self.checkpointer: Checkpointer | None = None
         self.losses: dict[int, Tensor] = {}
         self.results: list[float] = []
+
+    def wrapped(self) -> DDP:
+        algorithm = algorithm_of(self.choice, self.layouts)
+        return DDP(self.model, self.transport, algorithm=algorithm, nonfinite="skip_step")
 
     def run(self, rows: list[Tensor]) -> None:
         """Do all actions; `rows` tells after each of them what this rank holds."""
@@ -81,6 +85,8 @@ class Rank:
             case Backward():
                 with self.syncing(not action.in_no_sync):
                     total = torch.stack([self.losses[slot] for slot in action.slots]).sum()
+                    if self.rank in action.spoiled:
+                        total = total * torch.nan
                     total.backward(retain_graph=action.retain)  # type: ignore[no-untyped-call]
             case Sync():
                 if action.overlapped:
@@ -88,7 +94,7 @@ class Rank:
                 else:
                     ddp.sync_gradients()
             case Step():
-                self.step(self.rank in action.skipping)
+                self.step(self.rank in action.skipping, action.is_scaled)
             case ZeroGrad():
                 optimizer.zero_grad(set_to_none=action.to_none)
             case ByHand():
@@ -132,15 +138,14 @@ class Rank:
         self.ddp.train()
         self.results = [self.losses[action.slot].item()]
 
-    def step(self, skips: bool) -> None:
-        if self.script.optimizer == "qadam":  # GradScaler always calls its step, and tells it what was found
-            if skips:
-                self.optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
-            self.optimizer.step()
-            if hasattr(self.optimizer, "found_inf"):
-                del self.optimizer.found_inf
-        elif not skips:
-            self.optimizer.step()
+    def step(self, skips: bool, is_scaled: bool) -> None:
+        if skips and not is_scaled:
+            return
+        if skips:  # GradScaler always calls the step of QAdamOptimizer, and tells it what was found
+            self.optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+        self.optimizer.step()
+        if skips:
+            del self.optimizer.found_inf  # type: ignore[attr-defined]
 
     def evaluate(self, at: int) -> None:
         x, _ = batch_of(self.script.seed, 1000 + at, 0)
@@ -172,6 +177,7 @@ class Rank:
                     self.results = [float(sum(p.detach().sum() for p in self.model.parameters()))]
             case "state":
                 ddp.load_algorithm_state_dict(ddp.algorithm_state_dict())
+                ddp.remember_optimizer(self.optimizer)
 
     def own_checkpointer(self) -> Checkpointer:
         if self.checkpointer is None:
@@ -184,7 +190,7 @@ class Rank:
         spare_is_frozen = not self.model.spare.weight.requires_grad
         self.model = make_model(self.script.buffers, seed=at, late_is_frozen=late_is_frozen)
         self.model.spare.requires_grad_(not spare_is_frozen)
-        self.ddp = DDP(self.model, self.transport, algorithm=algorithm_of(self.choice, self.layouts))
+        self.ddp = self.wrapped()
         self.optimizer = optimizer_of(self.script, self.model.parameters())
         self.own_checkpointer().load(ddp=self.ddp, optimizer=self.optimizer)
 

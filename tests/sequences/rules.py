@@ -42,6 +42,7 @@ class Rule:
     """Nothing is exchanged."""
 
     kept: tuple[str, ...] = ()  # attributes that a checkpoint holds
+    leaves_out_step = False  # the step under way, as another rank does
 
     def __init__(self, rank: Replica, choice: Choice) -> None:
         self.rank, self.choice = rank, choice

@@ -19,9 +19,9 @@ Readings, where more than one is possible:
   step too, because no forward may follow that tells of the next.
 - Under asynchronous averaging a second round on live graphs takes its snapshot of the weights as they would be.
 - Where gradients are exchanged, rank 0's buffers are taken over at a round's first training forward of the root, or, in
-  a round without one, before its step, or when it is settled.
-- Moments that a change from weights to gradients averages are all floating-point tensors of the optimizer's state, its
-  step counts included; a rank that has none of a parameter counts as zeros.
+  a round without one, before its step is done, or when it is settled.
+- Moments that a change from weights to gradients averages are all floating-point tensors and numbers of the optimizer's
+  state, step counts included; a rank without any of a parameter counts as zeros. They wait until all ranks know it.
 - After QAdam's warm-up replayed batches of a join count as gradients of zero.
 - consensus_distance looks at all parameters, frozen ones too; buffers do not count.
 """
@@ -40,6 +40,7 @@ from sequences.actions import (
     Action,
     Backward,
     ByHand,
+    Choice,
     Close,
     Collect,
     Evaluate,
@@ -64,21 +65,23 @@ from sequences.actions import (
     make_model,
     row_of,
 )
-from sequences.algorithms import Layout, optimizer_of
+from sequences.algorithms import Layout
 from sequences.compressed_rules import FEW_BYTES, Undetermined
-from sequences.exchanges import Adam, Board, Key, result_of
+from sequences.exchanges import Board, Key, result_of
 from sequences.local_rules import LOCAL
+from sequences.optimizers import WithOptimizer
+from sequences.qadam_rules import QADAM
 from sequences.rules import RULES, Rule, Waiting, Weights, mean_of
 
 
-class Replica:
+class Replica(WithOptimizer):
     """One simulated rank."""
 
     def __init__(self, number: int, script: Script, board: Board, model: Net, layouts: Sequence[Layout]) -> None:
         self.number, self.script, self.board, self.model = number, script, board, model
         self.layouts = iter(layouts)
         self.num_posted: defaultdict[str, int] = defaultdict(int)
-        self.optimizer = self.make_optimizer()
+        self.build_optimizer()
         self.round = 0
         self.is_open = False  # the round's first training forward of the root has been
         self.own_gradients: dict[str, Tensor] = {}  # those of the round under way
@@ -94,25 +97,17 @@ class Replica:
         self.saved: dict[str, Any] = {}
         self.results: list[float] = []
         self.rows: list[Tensor] = []
-        self.choice = script.choice
+        self.given = self.choice = script.choice  # with its phases, and the present one
+        self.skips_step = False  # a gradient is not finite
         self.rule = self.make_rule()
         self.rule.begin()
 
-    def make_optimizer(self) -> Any:
-        if self.script.optimizer != "qadam":
-            return optimizer_of(self.script, self.model.parameters())
-        return Adam(self.model, self.script.choice.warmup)
-
     def make_rule(self) -> Rule:
-        return {**RULES, **FEW_BYTES, **LOCAL}[self.choice.name](self, self.choice)
+        return {**RULES, **FEW_BYTES, **LOCAL, **QADAM}[self.choice.name](self, self.choice)
 
     def next_layout(self) -> Layout:
         """The parameters in the order in which their gradients travel in the round under way."""
         return next(self.layouts, tuple(name for name, _ in self.included()))  # a world that raised tells of no more
-
-    def adam(self) -> Adam:
-        assert isinstance(self.optimizer, Adam)
-        return self.optimizer
 
     # Exchanges
 
@@ -153,6 +148,10 @@ class Replica:
             yield from self.rule.settle()
             yield from self.take_pending_buffers()
 
+    def begin_phase(self) -> Waiting:
+        if self.choice is self.given and self.given.then is not None and self.round >= self.given.until:
+            yield from self.replace(self.given.then)
+
     def open_round(self) -> Waiting:
         if thawed := [name for name, _ in self.model.named_parameters() if name in self.trained() - self.known]:
             yield from self.rule.settle()
@@ -172,6 +171,7 @@ class Replica:
         if kind != "raw":
             yield from self.settle()
             if not self.is_open and not self.is_held:
+                yield from self.begin_phase()
                 self.rule.look()
         if kind in ("ddp", "module") and not in_eval and not self.is_open:
             yield from self.open_round()
@@ -204,25 +204,28 @@ class Replica:
         if self.was_late:
             yield from self.open_round()
         yield from self.rule.end()
+        self.skips_step = any(not bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None)
         self.round += 1
         self.is_open = self.is_held = False
         self.own_gradients = {}
 
-    def step(self, skips: bool) -> Waiting:
-        if isinstance(self.optimizer, Adam):
-            self.optimizer.found_infinity = skips
-        elif skips:
+    def step(self, skips: bool, is_scaled: bool = False) -> Waiting:
+        if skips and not is_scaled:
             return
-        yield from self.take_pending_buffers()
+        yield from self.know_optimizer()
+        if skips:
+            self.adam().found_infinity = True
         yield from self.rule.before_step()
+        if not self.rule.leaves_out_step:
+            yield from self.take_pending_buffers()
+        if self.skips_step:
+            self.skips_step = False
+            self.zero_grad()
         self.optimizer.step()
         yield from self.rule.after_step()
-        if self.was_late:
+        if self.was_late and not self.rule.leaves_out_step:
             yield from self.settle()
-
-    def zero_grad(self, to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none=to_none)
-        self.own_gradients = {}
+            yield from self.begin_phase()
 
     # The script
 
@@ -246,11 +249,12 @@ class Replica:
                 passes_root = any(self.losses[slot][1].is_root for slot in action.slots)
                 inside = self.last_root_in_no_sync if passes_root else action.in_no_sync
                 total = torch.stack([self.losses[slot][0] for slot in action.slots]).sum()
+                total = total * torch.nan if self.number in action.spoiled else total
                 yield from self.backward(total, action.retain, not inside, passes_root)
             case Sync():
                 yield from self.end_round()
             case Step():
-                yield from self.step(self.number in action.skipping)
+                yield from self.step(self.number in action.skipping, action.is_scaled)
             case ZeroGrad():
                 self.zero_grad(action.to_none)
             case ByHand():
@@ -260,31 +264,38 @@ class Replica:
             case Collect():
                 if action.kind == "state":
                     yield from self.settle()
+                    yield from self.know_optimizer(anew=self.moments_may_differ)
                 elif not self.is_open:
                     yield from self.rule.before_collective()
                 yield from self.collect(action.kind, at)
             case Save():
                 yield from self.settle()
+                yield from self.know_optimizer()
                 self.saved = {
                     "model": copy.deepcopy(self.model.state_dict()),
                     "optimizer": copy.deepcopy(self.optimizer.state_dict()),
                     "rule": self.rule.state(),
                     "round": self.round,
+                    "choice": self.choice,
+                    "moments_may_differ": self.moments_may_differ,
                     "parameters": (set(self.known), set(self.placed)),
                 }
             case Load():
                 yield from self.settle()
-                self.load()
+                yield from self.load()
             case Resume():
                 yield from self.settle()
                 self.model.zero_grad()
-                self.optimizer = self.make_optimizer()
+                self.build_optimizer()
+                self.choice = self.given
                 self.rule = self.make_rule()
-                self.load()
+                yield from self.load()
             case LoadWeights():
                 yield from self.load_weights(action)
             case Switch():
-                yield from self.switch(action)
+                yield from self.settle()
+                self.given = action.choice
+                yield from self.replace(action.choice)
             case Freeze():
                 self.model.get_submodule(action.part).requires_grad_(False)
             case Thaw():
@@ -306,13 +317,18 @@ class Replica:
         mine = (float(self.number + at), parameters, self.rule.weight_in_mean)
         self.results = result_of(kind, (yield from self.exchange("user", mine)))
 
-    def load(self) -> None:
+    def load(self) -> Waiting:
         self.model.load_state_dict(self.saved["model"])
         self.optimizer.load_state_dict(copy.deepcopy(self.saved["optimizer"]))
         self.round = self.saved["round"]
         self.known, self.placed = map(set, self.saved["parameters"])
+        if self.choice is not self.saved["choice"]:
+            self.choice = self.saved["choice"]
+            self.rule = self.make_rule()
         self.rule.begin()
         self.rule.restore(self.saved["rule"])
+        self.moments_may_differ |= self.saved["moments_may_differ"]
+        yield from self.know_optimizer(anew=self.saved["moments_may_differ"])
 
     def load_weights(self, action: LoadWeights) -> Waiting:
         yield from self.settle()
@@ -323,34 +339,17 @@ class Replica:
         self.model.load_state_dict(state)
         self.rule.begin()
 
-    def switch(self, action: Switch) -> Waiting:
-        yield from self.settle()
-        was_of_weights, weight = self.rule.exchanges_weights, self.rule.weight_in_mean
-        self.choice = action.choice
+    def replace(self, choice: Choice) -> Waiting:
+        before, self.choice = self.rule, choice
         self.rule = self.make_rule()
-        if was_of_weights:
-            own = {name: weight * each for name, each in floats(self.model)}
-            everyone = yield from self.exchange("weights", own)
-            self.write(mean_of(everyone))
-            if not self.rule.exchanges_weights:
-                yield from self.average_moments()
+        if before.exchanges_weights:
+            own = {name: before.weight_in_mean * each for name, each in floats(self.model)}
+            self.write(mean_of((yield from self.exchange("weights", own))))
+            self.moments_may_differ = True
+        yield from self.average_known_moments()
         self.placed |= self.trained()
         self.known = self.trained() if self.rule.exchanges_weights else set(self.placed)
         self.rule.begin()
-
-    def average_moments(self) -> Waiting:
-        names = {each: name for name, each in self.model.named_parameters()}
-        own = {
-            (names[parameter], key): value.clone()
-            for parameter, state in self.optimizer.state.items()
-            for key, value in state.items()
-            if isinstance(value, Tensor)
-        }
-        everyone = yield from self.exchange("moments", own)
-        for name, key in {each for theirs in everyone for each in theirs}:
-            values = [theirs[name, key] for theirs in everyone if (name, key) in theirs]
-            mean = sum(values) / len(everyone)
-            self.optimizer.state[self.model.get_parameter(name)][key] = mean.clone()
 
     def join(self, action: Join) -> Waiting:
         self.zero_grad()

@@ -54,6 +54,10 @@ class Replica(Protocol):
         """Those that have stepped on the parameters, in the order of their first steps."""
         ...
 
+    def remember(self, optimizer: Optimizer) -> bool:
+        """Remember that `optimizer` steps on the parameters; return whether it was unknown."""
+        ...
+
     def forget_optimizers(self) -> None:
         """Know no optimizer: each counts as unknown when it steps again."""
 
@@ -102,6 +106,9 @@ class AlgorithmImpl:
 
     in_step = True
     """Whether all ranks have completed as many rounds whenever they exchange; a resumed run is then checked for it."""
+
+    leaves_out_step = False
+    """Whether the step that has begun last changes nothing, as a rank skips it: nothing may wait for that one."""
 
     def __init__(self, process_group: Transport, **choices: Any) -> None:
         """Made by `Algorithm.reify` with the fields of the declaration, which become attributes of the same names."""

@@ -55,6 +55,10 @@ class PhasedImpl(AlgorithmImpl):
         return self.running.weighs_first
 
     @property
+    def leaves_out_step(self) -> bool:  # type: ignore[override]
+        return self.running.leaves_out_step
+
+    @property
     def weight_in_mean(self) -> float:
         return self.running.weight_in_mean
 

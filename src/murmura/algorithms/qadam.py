@@ -19,6 +19,7 @@ from murmura.algorithms.hierarchy import Hierarchy
 from murmura.algorithms.means import compressed_mean
 from murmura.algorithms.names import register_algorithm
 from murmura.algorithms.qadam_optimizer import QAdamOptimizer
+from murmura.algorithms.switching import average_moments
 from murmura.algorithms.traffic import mean_bytes
 from murmura.algorithms.weights import as_real, of_another_model
 from murmura.buckets import Bucket
@@ -55,7 +56,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._was_warm = False  # as long as the optimizer is not known
         self._flags_pending = False  # a round has ended after the warm-up, and its step has not come
         self._must_skip = False  # the step under way is one that this rank skips
-        self._skips = False  # the step under way is one that another rank skips
+        self._sets_found_inf = False  # for the step under way, which another rank skips
         self._codec = CodecThread()
         self._flats: list[Tensor] = []
         self._means: list[CompressedMean] = []
@@ -68,24 +69,20 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def setup(self, replica: Replica) -> None:
         self._replica = replica
-        known = [self.optimizer, *(each for each in replica.optimizers if isinstance(each, QAdamOptimizer))]
-        optimizer = next((each for each in known if each is not None), None)
-        if optimizer is not None:
-            self._take(optimizer)
-
-    def _take(self, optimizer: QAdamOptimizer) -> None:
-        """Work with `optimizer` from now on. Collective, if replicas may have trained apart."""
-        self._check_covers(optimizer)
-        self.optimizer = optimizer
-        if self._replica.moments_may_differ and self.process_group.world_size > 1:
-            # Each may have left out other steps. The warm-up is then as far as on the rank that has taken the fewest.
-            counts = optimizer.step_counts(self._replica.parameters)
-            self.process_group.all_reduce(fewest := -counts, ReduceOp.MAX)
-            self.process_group.all_reduce(counts, ReduceOp.MEAN)
-            optimizer.set_step_counts(self._replica.parameters, -fewest, counts)
+        known = [each for each in replica.optimizers if isinstance(each, QAdamOptimizer)]
+        if self.optimizer is None and known:
+            self.optimizer = known[0]
+        if self.optimizer is None:
+            return
+        self._check_covers(self.optimizer)
+        if replica.moments_may_differ and replica.remember(self.optimizer):  # how far it is decides what is exchanged
+            average_moments(replica, [self.optimizer], unless_equal=True)
 
     def on_bucket_ready(self, bucket: Bucket) -> None:
         self._hierarchy.reduce(bucket.flat, ReduceOp.MEAN)
+
+    def before_forward(self) -> None:
+        self.settle()  # the step of the last round is over, also where local backwards have begun this one
 
     def after_backward(self) -> None:
         self._flags_pending = self.exchanges is Exchanges.MOMENTA and self.process_group.world_size > 1
@@ -93,11 +90,11 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def settle(self) -> None:
         if self._flags_pending:
             self._flags_pending = False
-            self._exchange_flags(self._trainable(), stepping=False)
+            self._exchange_flags(stepping=False)
 
     def before_collective(self) -> None:
         if self._flags_pending:
-            any_stepping, _ = self._exchange_flags(self._trainable(), stepping=False)
+            any_stepping, _ = self._exchange_flags(stepping=False)
             self._flags_pending = not any_stepping
 
     def skip_step(self) -> None:
@@ -105,11 +102,12 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._must_skip = False
-        if self._skips:
-            self._skips = False
+        if self._sets_found_inf:
+            self._sets_found_inf = False
             del optimizer.found_inf  # type: ignore[attr-defined]
 
     def before_step(self, optimizer: Optimizer) -> None:
+        self.leaves_out_step = False
         if not isinstance(optimizer, QAdamOptimizer):
             raise UsageError(
                 f"QAdamAlgorithm works with murmura.QAdamOptimizer, and {type(optimizer).__name__} is about to step. "
@@ -121,21 +119,23 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
                     "the algorithm's state is from after QAdam's warm-up, but the optimizer has not warmed up. Load "
                     "the optimizer's state_dict too, or leave the algorithm's state out."
                 )
-            self._take(optimizer)
+            self._check_covers(optimizer)
+            self.optimizer = optimizer
         if optimizer is self.optimizer and optimizer.is_warm and self.process_group.world_size > 1:
             self._average_moments(optimizer)
 
     @torch.no_grad()
     def _average_moments(self, optimizer: QAdamOptimizer) -> None:
-        parameters = self._trainable()
         self._flags_pending = False
         found_infinity = self._must_skip or optimizer.found_infinity()
-        _, any_skips = self._exchange_flags(parameters, stepping=True, found_infinity=found_infinity)
+        _, any_skips = self._exchange_flags(stepping=True, found_infinity=found_infinity)
         if any_skips:
-            self._skips = not hasattr(optimizer, "found_inf")
+            self.leaves_out_step = True
+            self._sets_found_inf = not hasattr(optimizer, "found_inf")
             optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]  # GradScaler's own way to say it
             return
         optimizer.fold_gradients()
+        parameters = self._trainable()
         moments = [optimizer.first_moment(each) for each in parameters]
         flat_moments = FlatTensors(moments)
         self._prepare(flat_moments, moments)
@@ -162,20 +162,20 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def _trainable(self) -> list[nn.Parameter]:
         return [each for each in self._replica.parameters if each.requires_grad]
 
-    def _exchange_flags(
-        self, parameters: list[nn.Parameter], *, stepping: bool, found_infinity: bool = False
-    ) -> tuple[bool, bool]:
+    def _exchange_flags(self, *, stepping: bool, found_infinity: bool = False) -> tuple[bool, bool]:
         """Whether any rank steps, and whether any skips its step.
 
-        If all step, parameters that other ranks used get a gradient of zeros.
+        If all step, parameters that other ranks used get a gradient of zeros. There is a flag for frozen ones too: a
+        rank that has skipped its step may have frozen others since.
         """
-        used = [parameter.grad is not None for parameter in parameters]
+        parameters = self._replica.parameters
+        used = [parameter.grad is not None and parameter.requires_grad for parameter in parameters]
         flags = torch.tensor([*used, stepping, found_infinity or not stepping], dtype=torch.float32)
         self.process_group.all_reduce(flags, ReduceOp.MAX)
         *used_anywhere, any_stepping, any_skips = flags.tolist()
         if not any_skips:
             for parameter, is_used in zip(parameters, used_anywhere, strict=True):
-                if is_used and parameter.grad is None:
+                if is_used and parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         return bool(any_stepping), bool(any_skips)
 

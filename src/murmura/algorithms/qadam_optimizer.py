@@ -13,9 +13,12 @@ from torch.optim.adam import adam
 
 from murmura.algorithms.checks import is_real
 from murmura.errors import ConfigError, UsageError
+from murmura.types import ReduceOp
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
+
+    from murmura.transports.base import Transport
 
 
 class QAdamOptimizer(Optimizer):
@@ -109,18 +112,12 @@ class QAdamOptimizer(Optimizer):
         moment: Tensor = self._state_of(parameter)["exp_avg"]
         return moment
 
-    def step_counts(self, parameters: Sequence[Tensor]) -> Tensor:
-        """How many steps were taken in all, then how many of them have measured the v of each of `parameters`."""
-        measured = [self.state.get(each, {}).get("second_moment_steps", 0) for each in parameters]
-        return torch.tensor([self.param_groups[0]["num_steps"], *measured], dtype=torch.float64)
-
-    def set_step_counts(self, parameters: Sequence[Tensor], fewest: Tensor, mean: Tensor) -> None:
-        """Take over what other replicas have counted: the fewest steps, and where v was averaged the mean number."""
+    def take_fewest_steps(self, transport: Transport) -> None:
+        """Be as far in the warm-up as the rank that has taken the fewest steps. Collective."""
+        negative = torch.tensor([-self.param_groups[0]["num_steps"]])
+        transport.all_reduce(negative, ReduceOp.MAX)
         for group in self.param_groups:
-            group["num_steps"] = int(fewest[0])
-        for parameter, steps in zip(parameters, mean[1:].tolist(), strict=True):
-            if steps:
-                self._state_of(parameter)["second_moment_steps"] = int(steps) if steps.is_integer() else steps
+            group["num_steps"] = -int(negative)
 
     def found_infinity(self) -> bool:
         """Whether GradScaler found an infinity or a NaN in the gradients of the step under way."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from murmura.algorithms.base import Algorithm, AlgorithmImpl, Replica
+from murmura.algorithms.qadam_optimizer import QAdamOptimizer
 from murmura.algorithms.weights import FlatWeights
 from murmura.buckets.flat import FlatTensors, plain_memory
 from murmura.collectives.deadline import Deadline
@@ -59,14 +60,20 @@ def _average_weights(replica: Replica, weight: float, timeout: float) -> None:
 
 @torch.no_grad()
 def average_moments(replica: Replica, optimizers: Sequence[Optimizer], *, unless_equal: bool = False) -> None:
-    """Average the moments of `optimizers`: with different moments, equal weights would drift apart again.
+    """Average the moments of `optimizers`, and the numbers beside them, as of steps, which need not be whole then.
 
-    `unless_equal` leaves them alone where all ranks hold the same bits, which a mean of three would round.
+    With different moments, equal weights would drift apart again. `unless_equal` leaves them alone where all ranks hold
+    the same bits, which a mean of three would round.
     """
     ordered = _in_common_order(replica, optimizers)
     _check_same_optimizers(replica, ordered)
     _complete_moments(replica, ordered)
-    moments = list(_moments(replica, ordered))
+    for optimizer in ordered:
+        if isinstance(optimizer, QAdamOptimizer):
+            optimizer.take_fewest_steps(replica.transport)
+    numbers = list(_numbers(replica, ordered))
+    counts = torch.tensor([state[key] for state, key in numbers], dtype=torch.float64)
+    moments = [*_moments(replica, ordered), *([(" ".join(key for _, key in numbers), counts)] if numbers else [])]
     if not _is_same_everywhere(replica, "; ".join([*(name for name, _ in moments), _lists(ordered)])):
         raise _without_mean(ordered)
     if unless_equal and _is_same_everywhere(replica, " ".join(_digest(moment) for _, moment in moments)):
@@ -76,6 +83,8 @@ def average_moments(replica: Replica, optimizers: Sequence[Optimizer], *, unless
     for flat in flats:
         replica.transport.all_reduce(flat, ReduceOp.MEAN)
     flat_moments.write(flats)
+    for (state, key), mean in zip(numbers, counts.tolist(), strict=True):
+        state[key] = type(state[key])(mean) if mean.is_integer() else mean
 
 
 def average_known_moments(replica: Replica) -> bool:
@@ -159,8 +168,8 @@ def _complete_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None
         if not state.get(parameter):
             forms: dict[str, Any] = next((forms[each] for forms in of_all if forms[each]), {})
             known: Any = next((state[other] for other in replica.parameters if state.get(other)), {})
-            zeros = {key: _zeros(form, parameter) for key, form in forms.items() if isinstance(form, list) or not known}
-            state[parameter] = {**known, **zeros}
+            own_form = {key: form for key, form in forms.items() if _has_mean(form) or not known}
+            state[parameter] = {**known, **{key: _zeros(form, parameter) for key, form in own_form.items()}}
 
 
 def _forms(moments: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,10 +183,18 @@ def _forms(moments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _has_mean(form: Any) -> bool:
+    return isinstance(form, list) or _is_number(form)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _zeros(form: Any, parameter: nn.Parameter) -> Any:
     """What a moment of `parameter` is before the first step, given its form on another rank."""
     if not isinstance(form, list):
-        return form
+        return type(form)(0) if _is_number(form) else form
     shape, dtype, kind = form
     device = parameter.device if kind == parameter.device.type else torch.device(kind)
     return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
@@ -205,3 +222,11 @@ def _moments(replica: Replica, optimizers: Sequence[Optimizer]) -> Iterator[tupl
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
                     yield f"{index} {name} {key} {tuple(value.shape)} {value.dtype}", value
+
+
+def _numbers(replica: Replica, optimizers: Sequence[Optimizer]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where a number of Python's is kept for a parameter: its state, and the key."""
+    for optimizer in optimizers:
+        for parameter in replica.parameters:
+            state = optimizer.state.get(parameter, {})
+            yield from ((state, key) for key, value in sorted(state.items()) if _is_number(value))

@@ -58,8 +58,7 @@ class RoundDriver:
         self.joining = Joining(self)
         self.needs_settling = False  # a round has ended since `_before_round`
         self.requires_buffers = True  # the next round begins with a broadcast of the buffers
-        self._world = world
-        self._owns_world = owns_world
+        self._world, self._owns_world = world, owns_world
         self._broadcasts_buffers = broadcasts_buffers and bool(replica.buffers)
         self._verify_every = verify_every
         self._nonfinite = NonFinitePolicy(replica, nonfinite)
@@ -345,10 +344,11 @@ class RoundDriver:
         if self._observer is not None:
             self._observer.before_step(self.replica.parameters)
         with exposed(self._observer, "before_step"):
-            self.settling.broadcast_pending_buffers()
             if self._nonfinite.skips_step:
                 self.algorithm.skip_step()
             self.algorithm.before_step(optimizer)
+            if not self.algorithm.leaves_out_step:
+                self.settling.broadcast_pending_buffers()
         self._nonfinite.before_step()
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -357,7 +357,7 @@ class RoundDriver:
             self.algorithm.after_step(optimizer)
             if self._steps.stepped(optimizer) and self.round.is_idle:
                 self.algorithm.after_steps()
-                if self._was_late:  # no forward may tell that the next round begins
+                if self._was_late and not self.algorithm.leaves_out_step:  # no forward may tell of the next round
                     self._before_round()
         if self._observer is not None:
             self._observer.stepped()
