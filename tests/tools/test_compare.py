@@ -24,12 +24,13 @@ from murmura.algorithms import (
     algorithm_names,
 )
 from murmura.algorithms.qadam import WARMUP_SHARE
-from murmura.compressors import Cast
+from murmura.compressors import Cast, MinMaxUInt8
 from murmura.observe import Record
 from murmura.tools.cli.main import app
 from murmura.tools.cli.output import digits
 from murmura.tools.experiments import comparison as comparing
 from murmura.tools.experiments import report as reports
+from murmura.tools.experiments.compare_rank import use_kernels
 from murmura.tools.experiments.compare_spec import BLOCK_STEPS, TORCH_DDP, ComparisonSpec
 from murmura.tools.experiments.comparison import Row, common_target, contradictions, recommendation, row_of
 from murmura.tools.experiments.recipes import configuration, optimizer_for, parse_algorithms
@@ -239,6 +240,22 @@ def test_a_row_counts_to_the_first_evaluation_at_the_target() -> None:
     assert row.formula_bytes == 4 * 10**6
     missed = row_of(made_up("gradient_allreduce", 99.0, [3.0, 2.0, 1.0]), 0.5, 10**6)
     assert (missed.steps_to_target, missed.seconds_to_target) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["bytegrad", "qadam", "local_sgd"])
+def test_a_contestant_uses_its_kernels_before_its_time_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they are compiled then; here it counts that the compressor is reached, also after QAdam's warm-up."""
+    used: list[int] = []
+    compress = MinMaxUInt8.compress
+
+    def counted(compressor: MinMaxUInt8, *call: Any) -> None:
+        used.append(1)
+        compress(compressor, *call)
+
+    monkeypatch.setattr(MinMaxUInt8, "compress", counted)
+    spec = ComparisonSpec(task="mlp", algorithms=(name,), ranks=2, links=("local",), steps=200)
+    run_world(use_kernels, 2, spec, name)
+    assert bool(used) == (name != "local_sgd")
 
 
 def test_a_turn_holds_whole_intervals_of_every_algorithm() -> None:

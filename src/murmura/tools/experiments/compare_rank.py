@@ -101,6 +101,9 @@ def compare_as_rank(transport: Transport, spec: ComparisonSpec, link: str, folde
         on_gpu = spec.device == "cuda"
         group = nccl_group(transport, store_file) if on_gpu else gloo_group(transport, store_file, **place)
         contestants[TORCH_DDP] = Torch(transport, spec, group)
+    if spec.device == "cuda":
+        for name in spec.algorithms:
+            use_kernels(transport, spec, name)
     throttled = transport if in_lab or link == LOCAL else ThrottledTransport(transport, link)
     contestants |= {name: Murmura(throttled, spec, name) for name in spec.algorithms}
     first_losses = {name: contestant.evaluate() for name, contestant in contestants.items()}
@@ -128,6 +131,14 @@ def compare_as_rank(transport: Transport, spec: ComparisonSpec, link: str, folde
             per_step = wire_bytes[name] / spec.num_steps if in_lab else None
             run.write(_described(spec, link, name, in_lab, records[-1].logged["held_out"], distance, per_step))
     transport.barrier()  # no rank may leave while a peer still needs it
+
+
+def use_kernels(transport: Transport, spec: ComparisonSpec, algorithm: str) -> None:
+    """Train a contestant until it has used all its kernels: Triton takes seconds to compile one that is new."""
+    training = Training(transport, task_named(spec.task, spec.seed), algorithm, spec.num_steps, spec.device)
+    for _ in range(training.optimizer.defaults.get("warmup_steps", 0) + spec.block_steps):
+        training.advance()
+    training.close()
 
 
 def described(name: str, num_steps: int, device: str = "cpu") -> str:
