@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,16 @@ from contracts.grids import SIZES, grid
 from contracts.test_algorithms_state import check_resumption
 from contracts.training import assert_close, by_step, regression, step, train_world
 from ddp.models import fill, values
-from murmura import DDP, Algorithm, DiLoCoAlgorithm, LocalSGDAlgorithm, StreamingDiLoCoAlgorithm, Transport, run_world
+from murmura import (
+    DDP,
+    Algorithm,
+    DiLoCoAlgorithm,
+    LocalSGDAlgorithm,
+    StreamingDiLoCoAlgorithm,
+    Transport,
+    UsageError,
+    run_world,
+)
 from oracles.algorithms.simulation import flat_of, simulate
 from oracles.algorithms.streaming_diloco import StreamingDiLoCo
 from oracles.algorithms.weights import DiLoCo, LocalSGD, WithMoments
@@ -70,21 +81,25 @@ def test_a_rank_that_has_not_stepped_yet_holds_nobody_up() -> None:
 
 
 class Counting(torch.optim.SGD):
-    """Counts the steps of each parameter in a number of Python's, as many optimizers do, and divides by it."""
+    """Counts the steps of each parameter in a number that is no tensor, as many optimizers do, and divides by it."""
+
+    zero: Any = 0
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
-            state["steps"] = state.get("steps", 0) + 1
-            parameter.data.sub_(parameter.grad, alpha=0.1 / state["steps"])
+            state["steps"] = state.get("steps", self.zero) + 1
+            parameter.data.sub_(parameter.grad, alpha=float(0.1 / state["steps"]))
 
 
+@pytest.mark.parametrize("zero", [0, np.int64(0), np.float32(0)], ids=["Python", "numpy", "numpy's float32"])
 @pytest.mark.parametrize("skipped", [(1,), (0, 1)], ids=["one of two", "both"])
-def test_numbers_of_steps_are_averaged_where_replicas_are_to_be_equal(skipped: tuple[int, ...]) -> None:
+def test_numbers_of_steps_are_averaged_where_replicas_are_to_be_equal(skipped: tuple[int, ...], zero: Any) -> None:
     def run(transport: Transport) -> tuple[torch.Tensor, list[float]]:
         task = regression("sgd")
         ddp = DDP(task.make_model(), transport, algorithm=LocalSGDAlgorithm(1))
         optimizer = Counting(ddp.parameters(), lr=0.1)
+        optimizer.zero = zero
         ddp.remember_optimizer(optimizer)
         for number in range(4):
             if number == 2:
@@ -100,6 +115,55 @@ def test_numbers_of_steps_are_averaged_where_replicas_are_to_be_equal(skipped: t
     for other_weights, other_steps in others:
         assert torch.equal(weights, other_weights)
         assert steps == other_steps
+
+
+class Remembering(torch.optim.SGD):
+    """Keeps `initial(parameter)` for each parameter that it steps on, and lets `count` change it."""
+
+    initial: Callable[[torch.Tensor], Any]
+    count: Callable[[Any], Any]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["kept"] = self.count(state["kept"] if "kept" in state else self.initial(parameter))
+        super().step()
+
+
+WITHOUT_MEAN: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "whole numbers": (torch.tensor(0), lambda kept: kept + 1),
+    "quantised": (torch.zeros(3, dtype=torch.uint8), lambda kept: kept + 1),
+    "dict": ({"moment": torch.zeros(2)}, lambda kept: {"moment": kept["moment"] + 1}),
+    "tuple": ((torch.zeros(2), "a"), lambda kept: (kept[0] + 1, "a")),
+    "flag": (False, lambda kept: not kept),
+    "list": ([], lambda kept: [*kept, 1]),
+}
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["switch", "average_moments"])
+@pytest.mark.parametrize("skips", [False, True], ids=["alike", "apart"])
+@pytest.mark.parametrize("kept", WITHOUT_MEAN)
+def test_what_has_no_mean_is_refused_where_it_differs(kept: str, skips: bool, average: bool) -> None:
+    def run(transport: Transport) -> torch.Tensor:
+        task = regression("sgd")
+        ddp = DDP(task.make_model(), transport, algorithm=LocalSGDAlgorithm(2, average_moments=average))
+        optimizer = Remembering(ddp.parameters(), lr=0.1)
+        initial, optimizer.count = WITHOUT_MEAN[kept]
+        optimizer.initial = lambda parameter: initial
+        for number in range(2):
+            step(ddp, optimizer, task, number, transport.rank, skip=skips and number == transport.rank == 1)
+        ddp.set_algorithm("gradient_allreduce")
+        step(ddp, optimizer, task, 2, transport.rank)
+        ddp.close()
+        return flat_of(ddp.module)
+
+    if skips:
+        with pytest.raises(UsageError, match=r"Remembering keeps 'kept', .* has no mean"):
+            run_world(run, 3, timeout=SECONDS)
+    else:
+        first, *others = run_world(run, 3, timeout=SECONDS)
+        assert all(torch.equal(first, each) for each in others)
 
 
 def test_the_formula_counts_two_moments() -> None:
@@ -166,3 +230,36 @@ def test_moments_of_a_part_that_one_rank_never_used_come_from_the_others() -> No
     first, second = run_world(train_halves, 2, {}, [[0, 1], [1]], timeout=SECONDS)
     assert [len(each) for each in second] == [3, 2]
     assert all(map(torch.equal, [*first[0], *first[1]], [*second[0], *second[1]]))
+
+
+def is_matrix(parameter: torch.Tensor) -> bool:
+    return parameter.dim() == 2
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, Remembering], ids=lambda each: each.__name__)
+def test_parameters_that_one_rank_never_stepped_on_get_state_of_their_own_form(
+    make: type[torch.optim.Optimizer],
+) -> None:
+    """Adafactor's is another for a vector than for a matrix, and a flag may tell one from the other."""
+
+    def run(transport: Transport) -> list[Any]:
+        ddp = DDP(Halves(), transport, algorithm=LocalSGDAlgorithm(1))
+        optimizer = make(ddp.parameters(), lr=0.1)
+        if isinstance(optimizer, Remembering):
+            optimizer.initial, optimizer.count = is_matrix, bool
+        for number in range(3):
+            if number == 2:
+                ddp.set_algorithm("gradient_allreduce")
+            ddp.zero_grad()
+            ddp(values(3, 4, seed=10 * number + transport.rank), [0, 1]).square().sum().backward()
+            for each in ddp.parameters():
+                if number < 2 and transport.rank == 1 and not is_matrix(each):
+                    each.grad = None
+            optimizer.step()
+        kept = [sorted((key, str(value)) for key, value in optimizer.state[each].items()) for each in ddp.parameters()]
+        found = [kept, flat_of(ddp.module).tolist()]
+        ddp.close()
+        return found
+
+    first, second = run_world(run, 2, timeout=SECONDS)
+    assert first == second

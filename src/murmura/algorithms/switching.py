@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ def replace_algorithm(running: AlgorithmImpl, algorithm: Algorithm, replica: Rep
     successor = algorithm.reify(replica.transport)
     if running.exchanges is Exchanges.WEIGHTS and successor.exchanges is not Exchanges.WEIGHTS:
         optimizers = _in_common_order(replica, replica.optimizers)
-        if not _is_same_everywhere(replica, _lists(optimizers)):
-            raise _without_mean(optimizers)
+        if not _is_same_everywhere(replica, _rest(replica, optimizers, with_initial=False)):
+            raise _without_mean(replica, optimizers)
     running.settle()
     whole = Deadline(replica.transport.timeout)
     running.close()  # a loop that averages by the clock waits here for the others' votes
@@ -74,8 +75,8 @@ def average_moments(replica: Replica, optimizers: Sequence[Optimizer], *, unless
     numbers = list(_numbers(replica, ordered))
     counts = torch.tensor([state[key] for state, key in numbers], dtype=torch.float64)
     moments = [*_moments(replica, ordered), *([(" ".join(key for _, key in numbers), counts)] if numbers else [])]
-    if not _is_same_everywhere(replica, "; ".join([*(name for name, _ in moments), _lists(ordered)])):
-        raise _without_mean(ordered)
+    if not _is_same_everywhere(replica, "; ".join([*(name for name, _ in moments), _rest(replica, ordered)])):
+        raise _without_mean(replica, ordered)
     if unless_equal and _is_same_everywhere(replica, " ".join(_digest(moment) for _, moment in moments)):
         return
     flat_moments = FlatTensors([moment for _, moment in moments])
@@ -124,26 +125,39 @@ def _check_same_optimizers(replica: Replica, optimizers: Sequence[Optimizer]) ->
         )
 
 
-def _lists(optimizers: Sequence[Optimizer]) -> str:
-    """What tells apart the lists in the state of `optimizers`, LBFGS's earlier steps; "" if there are none."""
-    return " ".join(f"{key} {_digest(each)}" for _, key, value in _found_lists(optimizers) for each in value)
+def _rest(replica: Replica, optimizers: Sequence[Optimizer], *, with_initial: bool = True) -> str:
+    """What tells apart what has no mean in the state of `optimizers`; "" if there is none.
+
+    Not `with_initial` leaves out what a rank that has not stepped yet is given: it may lack that now.
+    """
+    found = _found_without_mean(replica, optimizers)
+    return " ".join(f"{key} {_digest(value)}" for _, key, value in found if with_initial or not _is_initial(value))
 
 
-def _found_lists(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, str, list[Any]]]:
+def _is_initial(value: Any) -> bool:
+    return isinstance(value, str | bool | None) or (isinstance(value, Tensor) and not value.any())
+
+
+def _found_without_mean(replica: Replica, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, str, Any]]:
+    """What has no mean, as whole numbers in a tensor; lists also of ignored parameters, as LBFGS has one for all."""
+    kept = {id(parameter) for parameter in replica.parameters}
     for optimizer in optimizers:
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-                if isinstance(value, list):
+                is_ours = id(parameter) in kept or isinstance(value, list)
+                if is_ours and not _is_moment(value) and not _is_number(value):
                     yield optimizer, key, value
 
 
-def _without_mean(optimizers: Sequence[Optimizer]) -> UsageError:
+def _without_mean(replica: Replica, optimizers: Sequence[Optimizer]) -> UsageError:
     """The error that the ranks' optimizers hold what cannot be averaged."""
-    for optimizer, key, _ in _found_lists(optimizers):
+    for optimizer, key, value in _found_without_mean(replica, optimizers):
         name = type(optimizer).__name__
+        kind = f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
         return UsageError(
-            f"{name} keeps {key!r}, a list, which differs between the ranks and has no mean: equal weights would drift "
-            f"apart again. Delete this {name}, change the algorithm, and build a new one; leave average_moments out."
+            f"{name} keeps {key!r}, a {kind}, and such state has no mean where it differs between the ranks: equal "
+            f"weights would drift apart again. Delete this {name}, change the algorithm, and build a new one; leave "
+            "average_moments out."
         )
     return UsageError(
         "the ranks' optimizers do not hold the same moments, so they cannot be averaged. Build the same optimizers "
@@ -167,43 +181,48 @@ def _complete_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None
         state, parameter = states[int(each)]
         if not state.get(parameter):
             forms: dict[str, Any] = next((forms[each] for forms in of_all if forms[each]), {})
-            known: Any = next((state[other] for other in replica.parameters if state.get(other)), {})
-            own_form = {key: form for key, form in forms.items() if _has_mean(form) or not known}
-            state[parameter] = {**known, **{key: _zeros(form, parameter) for key, form in own_form.items()}}
+            state[parameter] = {key: _zeros(form, parameter) for key, form in forms.items()}
 
 
 def _forms(moments: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a tensor in `moments` the shape, dtype and kind of device; of others the value, if JSON can hold it."""
-    return {
-        key: (list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type)
-        if isinstance(value, Tensor)
-        else value
-        for key, value in moments.items()
-        if isinstance(value, Tensor | bool | int | float | None)
-    }
+    """Of a tensor in `moments` the shape, dtype and kind of device, 0 for a number, others if JSON can hold them."""
+    forms: dict[str, Any] = {}
+    for key, value in moments.items():
+        if isinstance(value, Tensor):
+            forms[key] = list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type
+        elif _is_number(value):
+            forms[key] = 0 if isinstance(value, Integral) else 0.0
+        elif isinstance(value, str | bool | None):
+            forms[key] = value
+    return forms
 
 
-def _has_mean(form: Any) -> bool:
-    return isinstance(form, list) or _is_number(form)
+def _is_moment(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _zeros(form: Any, parameter: nn.Parameter) -> Any:
     """What a moment of `parameter` is before the first step, given its form on another rank."""
     if not isinstance(form, list):
-        return type(form)(0) if _is_number(form) else form
+        return form
     shape, dtype, kind = form
     device = parameter.device if kind == parameter.device.type else torch.device(kind)
     return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
 
 
-def _digest(moment: Any) -> str:
-    if not isinstance(moment, Tensor):
-        return repr(moment)
-    raw: Any = moment.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+def _digest(value: Any) -> str:
+    """What tells `value` apart, but for an object of which only the type is known."""
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}: {_digest(each)}" for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return " ".join(map(_digest, value))
+    if not isinstance(value, Tensor):
+        return repr(value) if isinstance(value, Real | str | None) else type(value).__name__
+    raw: Any = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return str(zlib.crc32(raw))
 
 
@@ -220,12 +239,12 @@ def _moments(replica: Replica, optimizers: Sequence[Optimizer]) -> Iterator[tupl
     for index, optimizer in enumerate(optimizers):
         for name, parameter in zip(replica.names, replica.parameters, strict=True):
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-                if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+                if _is_moment(value):
                     yield f"{index} {name} {key} {tuple(value.shape)} {value.dtype}", value
 
 
 def _numbers(replica: Replica, optimizers: Sequence[Optimizer]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where a number of Python's is kept for a parameter: its state, and the key."""
+    """Where a number that is no tensor is kept for a parameter: its state, and the key."""
     for optimizer in optimizers:
         for parameter in replica.parameters:
             state = optimizer.state.get(parameter, {})
