@@ -27,10 +27,13 @@ from murmura import (
     LowPrecisionDecentralizedAlgorithm,
     MinMaxUInt8,
     Phased,
+    QAdamAlgorithm,
     QAdamOptimizer,
     Transport,
+    UsageError,
     run_world,
 )
+from murmura.types import Exchanges
 
 
 def mlp(seed: int = 0) -> nn.Sequential:
@@ -65,6 +68,37 @@ def test_a_step_that_one_rank_must_skip_leaves_no_trace_under_qadam(left_out: in
     weights = on_ranks(run, 2, rounds) + on_ranks(run, 2, [index for index in rounds if index != left_out])
     assert all_equal([[each] for each in weights])
     assert torch.isfinite(weights[0]).all()
+
+
+@pytest.mark.parametrize("how", ["in the warm-up", "after it", "under another algorithm"])
+def test_a_new_qadam_optimizer_takes_the_place_of_the_one_before(how: str) -> None:
+    def run(transport: Transport) -> tuple[str, Tensor]:
+        def make() -> QAdamOptimizer:
+            return QAdamOptimizer(ddp.module.parameters(), lr=0.01, warmup_steps=2)
+
+        with closing(DDP(mlp(), transport, algorithm="qadam")) as ddp:
+            first = make()
+            train(ddp, first, transport.rank, range(1 if how == "in the warm-up" else 4))
+            second = make()
+            if how == "under another algorithm":
+                ddp.set_algorithm("gradient_allreduce")
+                train(ddp, second, transport.rank, range(4, 5))
+                ddp.set_algorithm("qadam")
+            if how == "after it":
+                with pytest.raises(UsageError, match=r"has not warmed up.*QAdamAlgorithm\(optimizer\)"):
+                    train(ddp, second, transport.rank, range(4, 5))
+                ddp.set_algorithm(QAdamAlgorithm(second))
+            exchanged = []
+            for index in range(5, 9):
+                exchanged.append(ddp.algorithm.exchanges)
+                train(ddp, second, transport.rank, range(index, index + 1))
+            assert first.param_groups[0]["num_steps"] < 5
+            return ",".join(exchanged), weights_of(ddp.module)
+
+    exchanged, weights = zip(*on_ranks(run, 3), strict=True)
+    assert all_equal([[each] for each in weights])
+    num_cold = 1 if how == "under another algorithm" else 2
+    assert set(exchanged) == {",".join([Exchanges.GRADIENTS] * num_cold + [Exchanges.MOMENTA] * (4 - num_cold))}
 
 
 @pytest.mark.parametrize("warmup_steps", [2, 3, 5])

@@ -71,7 +71,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._replica = replica
         known = [each for each in replica.optimizers if isinstance(each, QAdamOptimizer)]
         if self.optimizer is None and known:
-            self.optimizer = known[0]
+            self.optimizer = known[-1]  # one that stepped earlier may have been replaced
         if self.optimizer is None:
             return
         self._check_covers(self.optimizer)
@@ -113,15 +113,16 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
                 f"QAdamAlgorithm works with murmura.QAdamOptimizer, and {type(optimizer).__name__} is about to step. "
                 "Build the optimizer as QAdamOptimizer(model.parameters(), lr=...)."
             )
-        if self.optimizer is None:
-            if self._was_warm and not optimizer.is_warm:
+        if self.optimizer is not optimizer:
+            if self.exchanges is Exchanges.MOMENTA and not optimizer.is_warm:  # the gradients have stayed local
                 raise UsageError(
-                    "the algorithm's state is from after QAdam's warm-up, but the optimizer has not warmed up. Load "
-                    "the optimizer's state_dict too, or leave the algorithm's state out."
+                    "the algorithm is past QAdam's warm-up, but the optimizer has not warmed up. After a resume, load "
+                    "the optimizer's state_dict too, or leave the algorithm's state out; for a new optimizer, call "
+                    "ddp.set_algorithm(QAdamAlgorithm(optimizer)) before its first round."
                 )
             self._check_covers(optimizer)
             self.optimizer = optimizer
-        if optimizer is self.optimizer and optimizer.is_warm and self.process_group.world_size > 1:
+        if optimizer.is_warm and self.process_group.world_size > 1:
             self._average_moments(optimizer)
 
     @torch.no_grad()
