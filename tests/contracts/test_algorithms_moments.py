@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -164,6 +165,36 @@ def test_what_has_no_mean_is_refused_where_it_differs(kept: str, skips: bool, av
     else:
         first, *others = run_world(run, 3, timeout=SECONDS)
         assert all(torch.equal(first, each) for each in others)
+
+
+@pytest.mark.parametrize("kept", ["flag", "whole numbers", "list"])
+@pytest.mark.parametrize("name", ["decentralized", "streaming_diloco"])
+def test_a_switch_that_is_refused_changes_nothing(name: str, kept: str) -> None:
+    def run(transport: Transport) -> torch.Tensor:
+        task = regression("sgd")
+        ddp = DDP(task.make_model(), transport, algorithm=name)
+        optimizer = Remembering(ddp.parameters(), lr=0.1)
+        initial, optimizer.count = WITHOUT_MEAN[kept]
+        optimizer.initial = lambda parameter: initial
+        for number in range(2):
+            step(ddp, optimizer, task, number, transport.rank, skip=number == transport.rank == 1)
+        if transport.rank == 2:
+            del optimizer.state[next(iter(ddp.parameters()))]  # as before its first step
+        with pytest.raises(UsageError, match="has no mean"):
+            ddp.set_algorithm("gradient_allreduce")
+        num_kept = len(optimizer.state)
+        for number in range(2, 6):
+            step(ddp, optimizer, task, number, transport.rank)
+        del optimizer
+        gc.collect()
+        ddp.set_algorithm("gradient_allreduce")
+        step(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), task, 6, transport.rank)
+        ddp.close()
+        assert num_kept == len(list(ddp.parameters())) - (transport.rank == 2)
+        return flat_of(ddp.module)
+
+    first, *others = run_world(run, 3, timeout=SECONDS)
+    assert all(torch.equal(first, each) for each in others)
 
 
 def test_the_formula_counts_two_moments() -> None:

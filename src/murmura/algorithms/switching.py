@@ -31,8 +31,8 @@ def replace_algorithm(running: AlgorithmImpl, algorithm: Algorithm, replica: Rep
     successor = algorithm.reify(replica.transport)
     if running.exchanges is Exchanges.WEIGHTS and successor.exchanges is not Exchanges.WEIGHTS:
         optimizers = _in_common_order(replica, replica.optimizers)
-        if not _is_same_everywhere(replica, _rest(replica, optimizers, with_initial=False)):
-            raise _without_mean(replica, optimizers)
+        if _is_same_everywhere(replica, _description(replica, optimizers)) and optimizers:
+            _agreed_moments(replica, optimizers)  # may refuse, so it comes before anything changes
     running.settle()
     whole = Deadline(replica.transport.timeout)
     running.close()  # a loop that averages by the clock waits here for the others' votes
@@ -68,18 +68,15 @@ def average_moments(replica: Replica, optimizers: Sequence[Optimizer], *, unless
     """
     ordered = _in_common_order(replica, optimizers)
     _check_same_optimizers(replica, ordered)
-    _complete_moments(replica, ordered)
+    moments, numbers = _agreed_moments(replica, ordered)
     for optimizer in ordered:
         if isinstance(optimizer, QAdamOptimizer):
             optimizer.take_fewest_steps(replica.transport)
-    numbers = list(_numbers(replica, ordered))
     counts = torch.tensor([state[key] for state, key in numbers], dtype=torch.float64)
-    moments = [*_moments(replica, ordered), *([(" ".join(key for _, key in numbers), counts)] if numbers else [])]
-    if not _is_same_everywhere(replica, "; ".join([*(name for name, _ in moments), _rest(replica, ordered)])):
-        raise _without_mean(replica, ordered)
-    if unless_equal and _is_same_everywhere(replica, " ".join(_digest(moment) for _, moment in moments)):
+    moments += [counts] if numbers else []
+    if unless_equal and _is_same_everywhere(replica, " ".join(map(_digest, moments))):
         return
-    flat_moments = FlatTensors([moment for _, moment in moments])
+    flat_moments = FlatTensors(moments)
     flats = flat_moments.allocate(plain_memory)
     for flat in flats:
         replica.transport.all_reduce(flat, ReduceOp.MEAN)
@@ -125,17 +122,24 @@ def _check_same_optimizers(replica: Replica, optimizers: Sequence[Optimizer]) ->
         )
 
 
-def _rest(replica: Replica, optimizers: Sequence[Optimizer], *, with_initial: bool = True) -> str:
-    """What tells apart what has no mean in the state of `optimizers`; "" if there is none.
+def _agreed_moments(
+    replica: Replica, optimizers: Sequence[Optimizer]
+) -> tuple[list[Tensor], list[tuple[dict[str, Any], str]]]:
+    """The moments of `optimizers`, and where their numbers are, of the same form on all ranks; otherwise an error.
 
-    Not `with_initial` leaves out what a rank that has not stepped yet is given: it may lack that now.
+    A rank without state for a parameter is given some, but keeps none after an error.
     """
-    found = _found_without_mean(replica, optimizers)
-    return " ".join(f"{key} {_digest(value)}" for _, key, value in found if with_initial or not _is_initial(value))
-
-
-def _is_initial(value: Any) -> bool:
-    return isinstance(value, str | bool | None) or (isinstance(value, Tensor) and not value.any())
+    completed = _complete_moments(replica, optimizers)
+    moments, numbers = list(_moments(replica, optimizers)), list(_numbers(replica, optimizers))
+    texts = [name for name, _ in moments] + [key for _, key in numbers]
+    texts += [f"{key} {_digest(value)}" for _, key, value in _found_without_mean(replica, optimizers)]
+    if not _is_same_everywhere(replica, "; ".join(texts)):
+        try:
+            raise _without_mean(replica, optimizers)
+        finally:
+            for state, parameter in completed:
+                del state[parameter]
+    return [moment for _, moment in moments], numbers
 
 
 def _found_without_mean(replica: Replica, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, str, Any]]:
@@ -165,23 +169,29 @@ def _without_mean(replica: Replica, optimizers: Sequence[Optimizer]) -> UsageErr
     )
 
 
-def _complete_moments(replica: Replica, optimizers: Sequence[Optimizer]) -> None:
-    """A parameter that only other ranks have stepped on so far gets moments of zero here."""
+def _complete_moments(
+    replica: Replica, optimizers: Sequence[Optimizer]
+) -> list[tuple[dict[Tensor, Any], nn.Parameter]]:
+    """Give parameters that only other ranks have stepped on so far moments of zero here; return which."""
+    states: list[tuple[dict[Tensor, Any], nn.Parameter]]
     states = [(optimizer.state, parameter) for optimizer in optimizers for parameter in replica.parameters]
     is_here = torch.tensor([bool(state.get(parameter)) for state, parameter in states], dtype=torch.int32)
     extremes = torch.stack([is_here, 1 - is_here])
     replica.transport.all_reduce(extremes, ReduceOp.MAX)
     on_some = [str(index) for index in extremes.prod(0).nonzero().view(-1).tolist()]  # and not on others
     if not on_some:
-        return
+        return []
     # By shapes of its own a rank cannot tell a moment from a number of steps, if it has stepped on scalars only.
     own = {each: _forms(state.get(parameter, {})) for each in on_some for state, parameter in [states[int(each)]]}
     of_all = all_gather_json(replica.transport, own)
+    completed = []
     for each in on_some:
         state, parameter = states[int(each)]
         if not state.get(parameter):
+            completed.append((state, parameter))
             forms: dict[str, Any] = next((forms[each] for forms in of_all if forms[each]), {})
             state[parameter] = {key: _zeros(form, parameter) for key, form in forms.items()}
+    return completed
 
 
 def _forms(moments: Mapping[str, Any]) -> dict[str, Any]:
