@@ -197,6 +197,30 @@ def test_a_switch_that_is_refused_changes_nothing(name: str, kept: str) -> None:
     assert all(torch.equal(first, each) for each in others)
 
 
+@pytest.mark.parametrize("kept", ["whole numbers", "list"])
+def test_an_optimizer_that_is_refused_at_its_first_step_is_refused_at_the_next(kept: str) -> None:
+    def run(transport: Transport) -> torch.Tensor:
+        task = regression("sgd")
+        ddp = DDP(task.make_model(), transport, algorithm=LocalSGDAlgorithm(2))
+        optimizer = Remembering(ddp.parameters(), lr=0.1)
+        initial, optimizer.count = WITHOUT_MEAN[kept]
+        optimizer.initial = lambda parameter: initial
+        for number in range(5):
+            if number == 2:
+                ddp.set_algorithm("gradient_allreduce")
+            if number < 2:
+                step(ddp, optimizer, task, number, transport.rank, skip=transport.rank == 1)  # which does not know it
+            else:
+                with pytest.raises(UsageError, match=r"mean|moments"):
+                    step(ddp, optimizer, task, number, transport.rank)
+        step(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), task, 5, transport.rank)
+        ddp.close()
+        return flat_of(ddp.module)
+
+    first, *others = run_world(run, 3, timeout=SECONDS)
+    assert all(torch.equal(first, each) for each in others)
+
+
 def test_the_formula_counts_two_moments() -> None:
     whole = LocalSGDAlgorithm(10).bytes_per_round(1000, 4)
     assert LocalSGDAlgorithm(10, average_moments=True).bytes_per_round(1000, 4) == 3 * whole

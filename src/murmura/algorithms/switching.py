@@ -67,8 +67,12 @@ def average_moments(replica: Replica, optimizers: Sequence[Optimizer], *, unless
     the same bits, which a mean of three would round.
     """
     ordered = _in_common_order(replica, optimizers)
-    _check_same_optimizers(replica, ordered)
-    moments, numbers = _agreed_moments(replica, ordered)
+    try:
+        _check_same_optimizers(replica, ordered)
+        moments, numbers = _agreed_moments(replica, ordered)
+    except UsageError:
+        replica.forget_optimizers()  # a program that goes on is refused again: it would step on what differs
+        raise
     for optimizer in ordered:
         if isinstance(optimizer, QAdamOptimizer):
             optimizer.take_fewest_steps(replica.transport)
