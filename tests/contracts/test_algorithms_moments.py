@@ -167,6 +167,21 @@ def test_what_has_no_mean_is_refused_where_it_differs(kept: str, skips: bool, av
         assert all(torch.equal(first, each) for each in others)
 
 
+@pytest.mark.parametrize("value", [1, True, torch.tensor(1)], ids=["number", "flag", "whole numbers"])
+def test_what_each_rank_keeps_for_another_parameter_is_not_taken_for_the_same(value: Any) -> None:
+    def run(transport: Transport) -> None:
+        task = regression("momentum")
+        ddp = DDP(task.make_model(), transport, algorithm=LocalSGDAlgorithm(2))
+        optimizer = task.make_optimizer(ddp.parameters())
+        step(ddp, optimizer, task, 0, transport.rank)
+        optimizer.state[list(ddp.parameters())[transport.rank]]["overflows"] = value
+        with pytest.raises(UsageError, match=r"same moments|has no mean"):
+            ddp.set_algorithm("gradient_allreduce")
+        ddp.close()
+
+    run_world(run, 2, timeout=SECONDS)
+
+
 @pytest.mark.parametrize("kept", ["flag", "whole numbers", "list"])
 @pytest.mark.parametrize("name", ["decentralized", "streaming_diloco"])
 def test_a_switch_that_is_refused_changes_nothing(name: str, kept: str) -> None:

@@ -135,31 +135,34 @@ def _agreed_moments(
     """
     completed = _complete_moments(replica, optimizers)
     moments, numbers = list(_moments(replica, optimizers)), list(_numbers(replica, optimizers))
-    texts = [name for name, _ in moments] + [key for _, key in numbers]
-    texts += [f"{key} {_digest(value)}" for _, key, value in _found_without_mean(replica, optimizers)]
+    texts = [name for name, _ in moments] + [name for name, _, _ in numbers]
+    texts += [f"{at} {key} {_digest(value)}" for _, at, key, value in _found_without_mean(replica, optimizers)]
     if not _is_same_everywhere(replica, "; ".join(texts)):
         try:
             raise _without_mean(replica, optimizers)
         finally:
             for state, parameter in completed:
                 del state[parameter]
-    return [moment for _, moment in moments], numbers
+    return [moment for _, moment in moments], [(state, key) for _, state, key in numbers]
 
 
-def _found_without_mean(replica: Replica, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, str, Any]]:
-    """What has no mean, as whole numbers in a tensor; lists also of ignored parameters, as LBFGS has one for all."""
+def _found_without_mean(replica: Replica, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, int, str, Any]]:
+    """What has no mean, as whole numbers in a tensor, and for which of an optimizer's parameters it is kept.
+
+    Lists count also where the parameter is ignored, as LBFGS keeps them for one only.
+    """
     kept = {id(parameter) for parameter in replica.parameters}
     for optimizer in optimizers:
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        for at, parameter in enumerate(each for group in optimizer.param_groups for each in group["params"]):
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
                 is_ours = id(parameter) in kept or isinstance(value, list)
                 if is_ours and not _is_moment(value) and not _is_number(value):
-                    yield optimizer, key, value
+                    yield optimizer, at, key, value
 
 
 def _without_mean(replica: Replica, optimizers: Sequence[Optimizer]) -> UsageError:
     """The error that the ranks' optimizers hold what cannot be averaged."""
-    for optimizer, key, value in _found_without_mean(replica, optimizers):
+    for optimizer, _, key, value in _found_without_mean(replica, optimizers):
         name = type(optimizer).__name__
         kind = f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
         return UsageError(
@@ -257,9 +260,10 @@ def _moments(replica: Replica, optimizers: Sequence[Optimizer]) -> Iterator[tupl
                     yield f"{index} {name} {key} {tuple(value.shape)} {value.dtype}", value
 
 
-def _numbers(replica: Replica, optimizers: Sequence[Optimizer]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where a number that is no tensor is kept for a parameter: its state, and the key."""
-    for optimizer in optimizers:
-        for parameter in replica.parameters:
+def _numbers(replica: Replica, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Where a number that is no tensor is kept for a parameter: its state, and the key, behind a name as of moments."""
+    for index, optimizer in enumerate(optimizers):
+        for name, parameter in zip(replica.names, replica.parameters, strict=True):
             state = optimizer.state.get(parameter, {})
-            yield from ((state, key) for key, value in sorted(state.items()) if _is_number(value))
+            for key in sorted(key for key, value in state.items() if _is_number(value)):
+                yield f"{index} {name} {key}", state, key
