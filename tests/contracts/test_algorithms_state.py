@@ -211,7 +211,7 @@ def test_an_edited_state_is_refused_by_the_name_of_the_field_before_anything_cha
             try:
                 ddp.load_algorithm_state_dict(edited)
             except ConfigError as error:
-                if f"{key}" not in str(error) and key != "name":
+                if key not in str(error) and key != "name" and "another compressor has saved" not in str(error):
                     wrong.append(f"{key}: {error}")
             except Exception as error:
                 wrong.append(f"{key}: {error!r}")

@@ -140,7 +140,11 @@ class TransportDecorator(TransportWrapper):
     def run_operation(
         self, name: str, work: Callable[[], Any], async_op: bool, sent: Tensors = (), received: Tensors = ()
     ) -> Any:
-        return super().run_operation(name, lambda: self.around(name, sent, received, work), async_op, sent, received)
+        def run() -> Any:
+            with self._listeners.heard():  # `inner` has the same ones, and this may be another thread than the caller's
+                return self.around(name, sent, received, work)
+
+        return super().run_operation(name, run, async_op, sent, received)
 
     # Each operation, synchronous inside, in the order of this transport
 

@@ -106,6 +106,7 @@ class HierarchicalTransport(Transport):
                 inside = share(across)
                 made.callback(inside.close)
                 between = groups.join_leaders(store, across, kind)
+                across.barrier()  # one that did its part and left at once would be missed where others still join
             except BaseException as error:  # the others hear of it before `across` is closed
                 across.failure_log.announce_exit(ExitNotice.of(error, across.reporter.own))
                 across.abort(error)
