@@ -36,14 +36,11 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1"
     sys.exit(3)
 """
 STAY = """
-import os, signal, sys
-def leave(number, frame):
-    print("told", signal.Signals(number).name)
-    sys.exit(0)
-signal.signal(signal.SIGTERM, leave)
-signal.signal(signal.SIGINT, leave)
+import os, signal
+numbers = {signal.SIGTERM, signal.SIGINT}
+signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # one that comes before the wait is kept for it
 print("pid", os.getpid())
-signal.pause()
+print("told", signal.Signals(signal.sigwait(numbers)).name)
 """
 STOP = """
 import os, signal, sys, time
