@@ -29,10 +29,9 @@ def replace_algorithm(running: AlgorithmImpl, algorithm: Algorithm, replica: Rep
     no more. If `algorithm` is refused, `running` goes on.
     """
     successor = algorithm.reify(replica.transport)
-    if running.exchanges is Exchanges.WEIGHTS and successor.exchanges is not Exchanges.WEIGHTS:
-        optimizers = _in_common_order(replica, replica.optimizers)
-        if _is_same_everywhere(replica, _description(replica, optimizers)) and optimizers:
-            _agreed_moments(replica, optimizers)  # may refuse, so it comes before anything changes
+    averages_moments = running.exchanges is Exchanges.WEIGHTS and successor.exchanges is not Exchanges.WEIGHTS
+    if averages_moments and (optimizers := _known_everywhere(replica)):
+        _agreed_moments(replica, optimizers)  # may refuse, so it comes before anything changes
     running.settle()
     whole = Deadline(replica.transport.timeout)
     running.close()  # a loop that averages by the clock waits here for the others' votes
@@ -94,11 +93,16 @@ def average_known_moments(replica: Replica) -> bool:
 
     Returns whether it has averaged, which is the same on all ranks.
     """
-    optimizers = replica.optimizers
-    is_same = _is_same_everywhere(replica, _description(replica, _in_common_order(replica, optimizers)))
-    if is_same and optimizers:
+    optimizers = _known_everywhere(replica)
+    if optimizers:
         average_moments(replica, optimizers)
-    return is_same and bool(optimizers)
+    return bool(optimizers)
+
+
+def _known_everywhere(replica: Replica) -> list[Optimizer]:
+    """The optimizers that are known, in common order; none unless every rank knows the same. Collective."""
+    ordered = _in_common_order(replica, replica.optimizers)
+    return ordered if _is_same_everywhere(replica, _description(replica, ordered)) else []
 
 
 def _in_common_order(replica: Replica, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -138,11 +142,10 @@ def _agreed_moments(
     texts = [name for name, _ in moments] + [name for name, _, _ in numbers]
     texts += [f"{at} {key} {_digest(value)}" for _, at, key, value in _found_without_mean(replica, optimizers)]
     if not _is_same_everywhere(replica, "; ".join(texts)):
-        try:
-            raise _without_mean(replica, optimizers)
-        finally:
-            for state, parameter in completed:
-                del state[parameter]
+        error = _without_mean(replica, optimizers)
+        for state, parameter in completed:
+            del state[parameter]
+        raise error
     return [moment for _, moment in moments], [(state, key) for _, state, key in numbers]
 
 
